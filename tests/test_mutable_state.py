@@ -65,7 +65,7 @@ ALLOWED = {
     "ops.quantize_op._NUMBERS": "a name, and so a seed, for each op that nobody named",
     "pipeline.autograd.RUNNER": "what runs a pipeline; an observer wraps it while it watches",
     "pipeline.rewrites.RULES": REGISTRY,
-    "planned.opaque_stage.LEFT": GRAPHS,
+    "planned.opaque_stage.FORWARDS": GRAPHS,
     "planned.planned._UNNAMED": "a name, and so a seed, for each module that nobody named",
     "recipes.conditions.expression": PURE,
     "recipes.conditions.glob": PURE,

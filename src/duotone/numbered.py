@@ -16,10 +16,10 @@ class Numbered(weakref.WeakValueDictionary[str, T]):
         super().__init__()
         self._numbers = itertools.count(1)
 
-    def add(self, thing: T) -> str:
-        """A new number for `thing`."""
+    def add(self, value: T) -> str:
+        """A new number for `value`."""
         number = str(next(self._numbers))
-        self[number] = thing
+        self[number] = value
         return number
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import duotone
 from duotone import recipes
 from duotone.modules.moe import Router
-from duotone.planned.opaque_stage import LEFT
+from duotone.planned.opaque_stage import FORWARDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 WIDTH, LAYERS = 32, 3
@@ -229,9 +229,9 @@ def test_hooks_that_copy_saved_tensors_are_refused_in_one_line() -> None:
 def test_what_forward_saved_goes_with_its_graph() -> None:
     m = linears("mxfp8", delay_wgrad_compute=True)[0]
     m.compile(backend="aot_eager", fullgraph=True)
-    before = len(LEFT)
+    before = len(FORWARDS)
     y = m(torch.randn(WIDTH, WIDTH).bfloat16())
-    assert len(LEFT) == before + 1
+    assert len(FORWARDS) == before + 1
     del y
     gc.collect()
-    assert len(LEFT) == before
+    assert len(FORWARDS) == before

@@ -26,7 +26,7 @@ from duotone.dispatch.target import HOPPER, target
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
 from duotone.numbered import ByName
-from duotone.pipeline.slot_roles import BoundaryRoles, Told
+from duotone.pipeline.slot_roles import BoundaryRoles, ConsumerRoles
 from duotone.planned import delayed_states, extra_state
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
@@ -42,7 +42,7 @@ COUNTS = {kind: 3 if mode == "forward" else 2 for mode, kinds in KINDS.items() f
 MULTIPLIED = ("qkv", "s", "do", "dp")
 """The kinds that attention's products multiply."""
 
-TRANSIENT = ("_answers", "_requests", "_picks", "_met", "_low_precision", "_alike", "told")
+TRANSIENT = ("_answers", "_requests", "_picks", "_met", "_low_precision", "_alike", "consumers")
 """Attributes that follow from recipes and the rest."""
 
 
@@ -82,7 +82,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.qkv_format = check_layout(qkv_format)
         self.recipe = as_recipe(type(self).__name__, recipe or HIGH_PRECISION)
-        self.told = Told()
+        self.consumers = ConsumerRoles()
         self.saved_states: dict[str, dict[str, Tensor]] = {}
         self.take_name(name or f"Attention_{self._number}", ANYWHERE if name else UNNAMED)
 
@@ -388,5 +388,5 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         return {name: value for name, value in state.items() if name not in TRANSIENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.told = Told()
+        self.consumers = ConsumerRoles()
         super().__setstate__({"saved_states": {}, **state})

@@ -28,10 +28,10 @@ class Pick(NamedTuple):
     @staticmethod
     def of(problem: AttentionProblem, recipe: Recipe, ranks: str, device: str) -> "Pick":
         """`ranks`, by name, that share a sequence agree, with a collective: their GPUs may be of two kinds."""
-        wanted = _min_tokens(recipe)
-        pick = Pick(problem.is_measured(wanted), problem.least_tokens(wanted))
+        min_tokens = _min_tokens(recipe)
+        pick = Pick(problem.is_measured(min_tokens), problem.least_tokens(min_tokens))
         group = Ranks.named(ranks)
-        if group is None or not wanted:
+        if group is None or not min_tokens:
             return pick
         is_measured, *numbers = group.largest((pick.is_measured, *pick.least), device)
         least = LeastTokens(*numbers)

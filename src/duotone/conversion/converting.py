@@ -53,17 +53,17 @@ def convert(
     sites = sites_of(model)
     phases = schedule.phases if schedule is not None else (Phase(recipe, 0),)
     all_rules = with_default_rules(rules, model, sites, [phase.recipe for phase in phases])
-    left = left_alone(model)
-    planned = [(target, target.check(phases, all_rules)) for target in targets(model, left, sites)]
+    skipped = left_alone(model)
+    planned = [(target, target.check(phases, all_rules)) for target in targets(model, skipped, sites)]
     for phase in phases:
         for used in (phase.recipe, phase.recipe.evaluation):
             if used is not None and used.strict:
-                refuse_left_alone(left, used, all_rules, sites)
+                refuse_left_alone(skipped, used, all_rules, sites)
     places: list[Place] = [(target.module_type, target.name, target.site) for target, _ in planned]
-    places += [("linear", name, sites[name]) for name in left]
+    places += [("linear", name, sites[name]) for name in skipped]
     for phase in phases:
         report_unmatched(phase.recipe, all_rules, places)
-    warn_of_surprises(model, recipe, all_rules, sites, left, planned)
+    warn_of_surprises(model, recipe, all_rules, sites, skipped, planned)
     for target, slots in planned:
         target.adopt(recipe, all_rules, slots)
     add_cores(model)

@@ -71,7 +71,7 @@ class CodeFlow(Flow):
         elif isinstance(statement, ast.AugAssign):
             self.note(statement, self.value(statement.value) | self.value(statement.target))
             self.bind(statement.target, NOTHING)
-        elif isinstance(statement, ast.If) and (is_true := self.known(statement.test)) is not None:
+        elif isinstance(statement, ast.If) and (is_true := self.flag(statement.test)) is not None:
             self.run(statement.body if is_true else statement.orelse)
         elif isinstance(statement, ast.If | ast.For | ast.While | ast.Try):
             self.branch(statement)
@@ -126,7 +126,7 @@ class CodeFlow(Flow):
         if isinstance(expression, ast.Call):
             return self.call(expression)
         if isinstance(expression, ast.IfExp):
-            is_true = self.known(expression.test)
+            is_true = self.flag(expression.test)
             if is_true is not None:
                 return self.value(expression.body if is_true else expression.orelse)
             self.note(expression, self.value(expression.test))
@@ -145,10 +145,10 @@ class CodeFlow(Flow):
             self.visit(expression, part)
         return NOTHING
 
-    def known(self, test: ast.expr) -> bool | None:
+    def flag(self, test: ast.expr) -> bool | None:
         """The value of a flag of the module, as in `self.pre_norm` or `not self.config.tied`; None for other tests."""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            flag = self.known(test.operand)
+            flag = self.flag(test.operand)
             return None if flag is None else not flag
         path = _path(test)
         if not path or path.endswith("training"):

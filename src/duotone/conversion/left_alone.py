@@ -135,9 +135,9 @@ def _loads(code: CodeType) -> Iterator[tuple[str, str, str]]:
             chain = []
 
 
-def refuse_left_alone(left: Reasons, recipe: Recipe, rules: tuple[Rule, ...], sites: Mapping[str, Site]) -> None:
+def refuse_left_alone(skipped: Reasons, recipe: Recipe, rules: tuple[Rule, ...], sites: Mapping[str, Site]) -> None:
     """RecipeError if a strict recipe and the rules give a format to a module that is left alone."""
-    for name, why in left.items():
+    for name, why in skipped.items():
         if wants_less(name, recipe, rules, sites):
             remedy = "ask for that by a rule with format 'identity', or leave strict out"
             raise RecipeError(f"strict: {name} stays in high precision: {why.text}; {remedy}")

@@ -192,7 +192,7 @@ def plan(
             remedy = "call duotone.convert(model, recipe) before, or leave the recipe out"
             raise UserError(f"nothing in {kind} follows recipes: {remedy}")
     rows: list[PlanRow] = []
-    left, trained = left_alone(model), trains(model)
+    skipped, trained = left_alone(model), trains(model)
     planned = [module for module in model.modules() if isinstance(module, Planned)]
     for name, module in model.named_modules():
         if isinstance(module, MultiheadAttention):
@@ -206,7 +206,7 @@ def plan(
             products = module.plan_rows(recipe or module.recipe, place)
             rows.extend(PlanRow(name, **product._asdict()) for product in products)
         else:
-            why = left.get(name) or _why(module)
+            why = skipped.get(name) or _why(module)
             rows.extend([_row(name, why.text)] if why else [])
         if planned and (text := left_in_high_precision(name, module, recipe or planned[0].recipe)):
             rows.append(_row(name, text))
@@ -214,7 +214,7 @@ def plan(
     if planned:
         sites = sites_of(model)
         places = [(module.module_type, module.module_name, module.site) for module in planned]
-        places += [("linear", name, sites[name]) for name in left]
+        places += [("linear", name, sites[name]) for name in skipped]
         for rule in unmatched_rules(recipe or planned[0].recipe, planned[0].rules, places):
             rows.append(_row("a rule", f"matches no tensor of the model: {rule.to_dict()}"))
     return Plan(tuple(rows))

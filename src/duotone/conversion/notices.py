@@ -55,20 +55,20 @@ def warn_of_surprises(
     recipe: Recipe,
     rules: tuple[Rule, ...],
     sites: Mapping[str, Site],
-    left: Reasons,
+    skipped: Reasons,
     planned: Sequence[tuple[Target, Slots]],
 ) -> None:
     """Warn if nothing follows the recipe, and if plain linears are left alone.
 
-    `left` are the modules left alone; `planned` are the targets with the quantizers of their slots.
+    `skipped` are the modules left alone; `planned` are the targets with the quantizers of their slots.
     """
-    if not planned and not left:
+    if not planned and not skipped:
         if not any(isinstance(module, DotProductAttention) for module in model.modules()):
             kind = type(model).__name__
             _warn(f"convert found nothing to convert: {kind} has no nn.Linear, no experts and no module of Duotone")
         return
     follows = any(is_quantized(slots) for _, slots in planned)
-    suspects = {name: why.text for name, why in left.items() if not follows or why.reason in SURPRISING}
+    suspects = {name: why.text for name, why in skipped.items() if not follows or why.reason in SURPRISING}
     passed = {name: text for name, text in suspects.items() if wants_less(name, recipe, rules, sites)}
     if follows and passed:
         _warn(f"{len(passed)} of the linears do not follow recipe {recipe.name}; {_listed(passed)}")

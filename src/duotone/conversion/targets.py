@@ -84,10 +84,10 @@ class Target:
         return replace(request, rules=rules, name=self.name, site=self.site)
 
 
-def targets(model: nn.Module, left: Reasons, sites: Mapping[str, Site]) -> list[Target]:
+def targets(model: nn.Module, skipped: Reasons, sites: Mapping[str, Site]) -> list[Target]:
     """Everything in `model` that can follow plans, in its order."""
     trained = trains(model)
-    every = _targets(model, left, sites)
+    every = _targets(model, skipped, sites)
     return [replace(target, grads=(trained, trained and target.weight.requires_grad)) for target in every]
 
 
@@ -96,18 +96,20 @@ def trains(model: nn.Module) -> bool:
     return model.training and any(parameter.requires_grad for parameter in model.parameters())
 
 
-def _targets(model: nn.Module, left: Reasons, sites: Mapping[str, Site]) -> Iterator[Target]:
+def _targets(model: nn.Module, skipped: Reasons, sites: Mapping[str, Site]) -> Iterator[Target]:
     for name, module in model.named_modules():
         if isinstance(module, experts.ExpertsLinear):
             continue  # its owner is the target
         if isinstance(module, Planned):
             yield Target(name, sites[name], module.module_type, module.weight, module)
-        elif isinstance(module, nn.Linear) and name not in left:
+        elif isinstance(module, nn.Linear) and name not in skipped:
             yield Target(name, sites[name], "linear", module.weight, module)
-        elif is_transposed(module) and name not in left:
+        elif is_transposed(module) and name not in skipped:
             weight: Tensor = module.weight  # type: ignore[assignment]
             yield Target(name, replace(sites[name], shape=tuple(weight.shape[::-1])), "linear", weight, module)
-        elif name not in left and (experts.holds_experts(module) or issubclass(type(module), experts.PlannedExperts)):
+        elif name not in skipped and (
+            experts.holds_experts(module) or issubclass(type(module), experts.PlannedExperts)
+        ):
             is_transposed_parameter = getattr(module, "is_transposed", False)
             for parameter in experts.linear_names(module):
                 weight = getattr(module, parameter)

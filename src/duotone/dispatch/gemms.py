@@ -25,7 +25,7 @@ from duotone.errors import UserError
 from duotone.formats import Factors, ScaleCodec
 from duotone.formats.elements import FP8_DTYPES
 
-NEEDED = (10, 0)
+BLACKWELL = (10, 0)
 UNPROVEN = "unproven: no one has run this product on such a device yet"
 TILE_ROWS, TILE_COLS = 128, 4
 """Block scales travel in tiles of 128 rows x 4 block columns."""
@@ -60,7 +60,7 @@ class NativeBlocks(GemmRule):
     note = UNPROVEN
 
     def reject(self, problem: GemmProblem) -> str:
-        if problem.target.arch < NEEDED:
+        if problem.target.arch < BLACKWELL:
             return "it needs compute capability 10.0 or above"
         for fmt in (problem.a, problem.b):
             if fmt.scale_codec != self.codec or fmt.block.cols != self.width:

@@ -58,7 +58,7 @@ def target(device: str | torch.device) -> Target:
     if match := re.fullmatch(r"sm_?(\d{1,2})(\d)a?", kind):
         return Target("cuda", (int(match[1]), int(match[2])), _built_with())
     if kind != "cuda":
-        return Target(_known(kind))
+        return Target(_device_kind(kind))
     if not index and torch.cuda.is_available():
         index = str(torch.cuda.current_device())
     return cuda_target(int(index or 0))
@@ -96,7 +96,7 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _known(kind: str) -> str:
+def _device_kind(kind: str) -> str:
     """The name of a kind of device of torch."""
     try:
         return torch.device(kind).type

@@ -70,7 +70,7 @@ AMAX_ROWS, AMAX_VALUES = 16, 8192
 SPAN, LINES, ACROSS = 256, 32, 256
 TILE = (64, 128, 4)
 ALIGNED_WORDS = 4
-TAKEN = frozenset(n.value for n in (ABSENT, OUTSIDE, TENSOR, LINE, SHARED))
+SOURCES = frozenset(n.value for n in (ABSENT, OUTSIDE, TENSOR, LINE, SHARED))
 
 
 class SegmentCast:
@@ -79,7 +79,7 @@ class SegmentCast:
     @staticmethod
     def of(cast: Cast) -> "SegmentCast | None":
         """None if scales of the planes come from blocks."""
-        return SegmentCast(cast) if TAKEN.issuperset(cast.sources) else None
+        return SegmentCast(cast) if SOURCES.issuperset(cast.sources) else None
 
     def __init__(self, cast: Cast) -> None:
         self.row, self.col, self.sources, self.floats = cast.row, cast.col, cast.sources, cast.floats

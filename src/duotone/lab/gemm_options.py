@@ -50,13 +50,13 @@ def options_of(config: TrainConfig, recipes: Sequence[Recipe], table: SpeedTable
         sizes, tokens = speeds.widened(sizes, size[0]), size[1]
     shapes = {name: (tokens, *linear) for name, linear in zip(linears, sizes, strict=True)}
     work = sum(map(math.prod, shapes.values()))
-    memory = sum(_kept(EXACT, kind, shape) for shape in shapes.values() for kind in PLANES_OF_GEMM)
+    memory = sum(_saved_bytes(EXACT, kind, shape) for shape in shapes.values() for kind in PLANES_OF_GEMM)
 
     def option(recipe: Recipe, gemm: Gemm, shape: Shape) -> Option:
         names = formats_of(recipe, gemm)
         ratio = 1.0 if names == EXACT else table.speed(recipe_of(names, gemm[1]), shape).ratio
         time = None if ratio is None else math.prod(shape) / work / len(PLANES_OF_GEMM) / ratio
-        return Option(recipe.name, names, time, _kept(names, gemm[1], shape) / memory)
+        return Option(recipe.name, names, time, _saved_bytes(names, gemm[1], shape) / memory)
 
     return {
         (name, kind): [option(recipe, (name, kind), shape) for recipe in recipes]
@@ -65,7 +65,7 @@ def options_of(config: TrainConfig, recipes: Sequence[Recipe], table: SpeedTable
     }
 
 
-def _kept(names: Formats, kind: str, shape: Shape) -> int:
+def _saved_bytes(names: Formats, kind: str, shape: Shape) -> int:
     """Bytes of the operand of a GEMM in bf16 that backward finds where forward left it; 0 for a weight as it is."""
     tokens, inputs, outputs = shape
     if kind == "fprop" or (kind == "dgrad" and names == EXACT):

@@ -36,7 +36,7 @@ class Exchange(Rows):
     counts: Tensor
     order: Tensor
     inverse: Tensor
-    known: tuple[int, ...] = ()
+    rows_of_experts: tuple[int, ...] = ()
     """`splits`, if the host has read them."""
     places: Tensor | None = None
     """Under a capacity: where each row lies among those that are sent, behind them if it is dropped. Zeros fill up."""
@@ -50,8 +50,8 @@ class Exchange(Rows):
         sums = tuple(map(sum, sent)), tuple(map(sum, received))
         experts = torch.arange(theirs.shape[1], device=counts.device).repeat(size)
         owners = experts.repeat_interleave(theirs.reshape(-1), output_size=sum(sums[1]))
-        known = tuple(map(sum, zip(*received, strict=True)))
-        return Exchange(group, *sums, theirs.sum(0), *by_owner(owners), known)
+        rows_of_experts = tuple(map(sum, zip(*received, strict=True)))
+        return Exchange(group, *sums, theirs.sum(0), *by_owner(owners), rows_of_experts)
 
     @staticmethod
     def within(capacity: int, counts: Tensor, rows: int, group: str, size: int) -> "Exchange":
@@ -78,7 +78,7 @@ class Exchange(Rows):
 
     @cached_property
     def splits(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.known or tuple(self.count().tolist())
+        return self.rows_of_experts or tuple(self.count().tolist())
 
     @property
     def waits(self) -> bool:  # type: ignore[override]

@@ -77,7 +77,7 @@ class Routing:
     def __init__(self, extra: Sequence[object], has_channels: bool) -> None:
         # torch 2.11 traces no bool() of a tuple.
         self.has_channels, self.has_inputs = has_channels, has_channels or len(extra) > 0
-        self.rest = iter(extra)
+        self.unrouted = iter(extra)
         self.channels: dict[str, object] = {}
         self.outputs: list[object] = []
 
@@ -87,19 +87,19 @@ class Routing:
         for op in ops if self.has_inputs else ():
             names = bound(op, INPUTS)
             for i in range(getattr(op, "extra_inputs", 0)):
-                inputs.append(self.channels[names[i]] if i in names else next(self.rest))
+                inputs.append(self.channels[names[i]] if i in names else next(self.unrouted))
         return inputs
 
     def take(self, ops: Sequence[object], outputs: Sequence[object]) -> None:
         """Put the further outputs of ops where they belong."""
-        rest = iter(outputs)
+        remaining = iter(outputs)
         for op in ops if self.has_channels else ():
             names = bound(op, OUTPUTS)
             for i in range(getattr(op, "extra_outputs", 0)):
-                value = next(rest)
+                value = next(remaining)
                 name, to_caller = names.get(i, ("", True))
                 if name:
                     self.channels[name] = value
                 if to_caller:
                     self.outputs.append(value)
-        self.outputs += rest
+        self.outputs += remaining

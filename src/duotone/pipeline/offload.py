@@ -52,7 +52,7 @@ class Copy:
         return self.returned
 
 
-class Kept(NamedTuple):
+class OnDevice(NamedTuple):
     """A saved tensor that stays where it is, and its version, which torch does not check under hooks."""
 
     tensor: Tensor
@@ -91,19 +91,19 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
         self._stay = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
         super().__enter__()
 
-    def _pack(self, tensor: Tensor) -> Copy | Kept:
+    def _pack(self, tensor: Tensor) -> Copy | OnDevice:
         # A graph that holds its own output would never be freed.
         tensor = tensor if tensor.is_leaf else tensor.detach()
         plain = type(tensor) in PLAIN_TYPES and tensor.is_cuda and tensor.layout is torch.strided
         if not plain or tensor.nbytes < self.smallest or tensor.untyped_storage()._cdata in self._stay:
-            return Kept(tensor, _version(tensor))
+            return OnDevice(tensor, _version(tensor))
         index = tensor.get_device()
         side = self._sides.get(index) or self._sides.setdefault(index, torch.cuda.Stream(index))
         copy = Copy(tensor, side, self._newest and self._newest())
         self._newest = weakref.ref(copy)
         return copy
 
-    def _unpack(self, packed: Copy | Kept) -> Tensor:
+    def _unpack(self, packed: Copy | OnDevice) -> Tensor:
         if isinstance(packed, Copy):
             return packed.use(self.ahead)
         if _version(packed.tensor) != packed.version:

@@ -49,18 +49,18 @@ OF_GRADIENT = "The role of the gradient of the inputs at its consumer."
 
 def _boundary_role(at: int, text: str) -> property:
     def role(self: "BoundaryRoles") -> Role:
-        return self.told.shown[at] or self._roles[at]
+        return self.consumers.shown[at] or self._roles[at]
 
     def change(self: "BoundaryRoles", role: Role) -> None:
-        if role != (self.told.shown[at] or self._roles[at]):
+        if role != (self.consumers.shown[at] or self._roles[at]):
             self._roles = (role, self._roles[1]) if at == 0 else (self._roles[0], role)
-            self.told.forget()
+            self.consumers.forget()
             self.roles_changed()
 
     return property(role, change, doc=text)
 
 
-class Told:
+class ConsumerRoles:
     """Roles of the consumers that a neighbour tells a module, by the key of the recipe under which they consume."""
 
     def __init__(self) -> None:
@@ -78,21 +78,21 @@ class BoundaryRoles:
     _roles: tuple[Role, Role] = NOBODY
     """Those that hold under all recipes."""
 
-    told: Told
+    consumers: ConsumerRoles
     output_quantizer_role = _boundary_role(0, OF_OUTPUT)
     grad_input_quantizer_role = _boundary_role(1, OF_GRADIENT)
 
     def roles_under(self, recipe: str) -> tuple[Role, Role]:
         """The roles of the output and of the gradient of the input under a recipe, by its key."""
-        output, gradient = self.told.by_recipe.get(recipe, NOBODY)
+        output, gradient = self.consumers.by_recipe.get(recipe, NOBODY)
         return output or self._roles[0], gradient or self._roles[1]
 
     def tell(self, recipe: str, output: Role = None, gradient: Role = None) -> None:
         """Who consumes the output and the gradient of the input under a recipe, which is that of the next call."""
-        roles = self.told.shown = output, gradient
-        if self.told.by_recipe.get(recipe, NOBODY) != roles:
-            drop_dead(self.told.by_recipe)
-            self.told.by_recipe[recipe] = roles
+        roles = self.consumers.shown = output, gradient
+        if self.consumers.by_recipe.get(recipe, NOBODY) != roles:
+            drop_dead(self.consumers.by_recipe)
+            self.consumers.by_recipe[recipe] = roles
             self.forget_recipe(recipe)
 
     def forget_recipe(self, recipe: str) -> None:

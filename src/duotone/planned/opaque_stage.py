@@ -133,7 +133,7 @@ class ForBackward:
     tensors: list[Tensor | View | None]
 
 
-LEFT: Numbered[ForBackward] = Numbered()
+FORWARDS: Numbered[ForBackward] = Numbered()
 """By the number in the token of the forward, as long as a graph holds the memory of that."""
 
 
@@ -163,7 +163,7 @@ def _forward(  # noqa: PLR0913 (the arguments of the op)
     sources = [*([x] if shares[0] else ()), *(parts if shares[1] else ())]
     entries = [View.of(tensor, sources) or tensor for tensor in tensors]
     entry = ForBackward(stage, shells, entries)
-    token = torch.tensor([int(LEFT.add(entry))], device="cpu")
+    token = torch.tensor([int(FORWARDS.add(entry))], device="cpu")
     token.untyped_storage().for_backward = entry  # type: ignore[attr-defined]
     return y.contiguous(), token
 
@@ -189,7 +189,7 @@ def _backward(
     of_biases: Sequence[bool],
     gives: bool,
 ) -> list[Tensor]:
-    entry = LEFT.get(str(token.item()))
+    entry = FORWARDS.get(str(token.item()))
     if entry is None:
         raise UserError(
             "what a compiled forward saved is gone: hooks for saved tensors, such as save_on_cpu, cannot copy it where "

@@ -13,7 +13,7 @@ from duotone.linear.core import LinearStage
 from duotone.linear.layout import WHOLE, Layout, parallel_layout
 from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.pipeline.op import Op, info_of, is_distributed
-from duotone.pipeline.slot_roles import BoundaryRoles, Told
+from duotone.pipeline.slot_roles import BoundaryRoles, ConsumerRoles
 from duotone.planned import delayed_states, extra_state, traced_stages
 from duotone.planned.planner import PlannedStage, Planner
 from duotone.planned.sent_weights import send_planes
@@ -114,8 +114,8 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         self.forget_plans()
 
     @property
-    def told(self) -> Told:
-        return self.plans.told
+    def consumers(self) -> ConsumerRoles:
+        return self.plans.consumers
 
     def forget_recipe(self, recipe: str) -> None:
         if recipe in self.plans.answers:

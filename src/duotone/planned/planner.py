@@ -21,7 +21,7 @@ from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD, USE_IN_GRAPH
 from duotone.linear.sink import GRADIENT, main_grad
 from duotone.numbered import ByName
 from duotone.pipeline.op import KEEPS, TensorInfo, is_distributed
-from duotone.pipeline.slot_roles import Told
+from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.planned import delayed_states, traced_stages
 from duotone.planned.opaque_stage import OpaqueStage
 from duotone.planned.traced_stages import Call, Key, TracedSlot
@@ -52,7 +52,7 @@ class Planner:
     def __init__(self, module: "Planned") -> None:
         self.owner = weakref.ref(module)
         self.options = WeightOptions(self.owner)
-        self.told = Told()
+        self.consumers = ConsumerRoles()
         self.warned = False
         """Whether the user knows that a quantized weight computes in high precision."""
         self.tapped: Callable[[Recipe], Recipe] | None = None
@@ -210,7 +210,7 @@ class Planner:
             traced_stages.refuse_recompute()
         is_cast = module.weights[0].dtype is not info.dtype
         input_held = "" if info.quantizer is None else info.quantizer.words
-        where = (info.place, str(info.dtype), group, is_cast, self._held(quantizer), input_held)
+        where = (info.place, str(info.dtype), group, is_cast, self._formats_of(quantizer), input_held)
         name = traced_stages.plan_name(
             (config, getattr(self.answered, recipe.key), recipe.key, *grads, mode.value, *where)
         )
@@ -222,9 +222,9 @@ class Planner:
         if any(map(is_distributed, module.weight_owners(0))):  # of another block, which FSDP2 has not gathered
             return False
         is_cast = module.weights[0].dtype is not dtype
-        return key.weight_is_cast == is_cast and key.weight_held == self._held(module.weight_held)
+        return key.weight_is_cast == is_cast and key.weight_held == self._formats_of(module.weight_held)
 
-    def _held(self, quantizer: Quantizer | None) -> str:
+    def _formats_of(self, quantizer: Quantizer | None) -> str:
         """The formats of a quantized weight. A quantizer of a user's class has no equals."""
         if quantizer is None:
             return ""

@@ -15,7 +15,7 @@ def spans(fmt: Format, dim: int) -> bool:
     return not fmt.is_delayed and any(spec.entries[dim] is None for spec in fmt.parts(1, 1).values())
 
 
-class Asked(Exception):
+class AmaxNeeded(Exception):
     """Ends an encode at the amax that shards would have to agree on."""
 
     def __init__(self, amax: Tensor) -> None:
@@ -23,10 +23,10 @@ class Asked(Exception):
 
 
 class AskingShard(ShardContext):
-    """Raises `Asked` where shards have to agree."""
+    """Raises `AmaxNeeded` where shards have to agree."""
 
     def max(self, amax: Tensor) -> Tensor:
-        raise Asked(amax)
+        raise AmaxNeeded(amax)
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def ask(encode: Callable[[ShardContext], object], dim: int = 0) -> Tensor | None
     """The first amax of all shards along `dim` that an encode needs. None if it needs none, and is done."""
     try:
         encode(AskingShard("", dim))
-    except Asked as asked:
-        return asked.amax
+    except AmaxNeeded as needed:
+        return needed.amax
     return None
 
 
@@ -79,12 +79,12 @@ class PairedShard(ShardContext):
 
     shard: ShardContext
     second: Callable[[], Tensor]
-    left: list[Tensor] = field(default_factory=list[Tensor])
+    amaxes: list[Tensor] = field(default_factory=list[Tensor])
 
     def max(self, amax: Tensor) -> Tensor:
-        if self.left:
-            return self.left.pop().view(amax.shape)
+        if self.amaxes:
+            return self.amaxes.pop().view(amax.shape)
         count, later = amax.numel(), self.second()
         both = self.shard.max(torch.cat([amax.reshape(-1), later.reshape(-1)]))
-        self.left.append(both[count:])
+        self.amaxes.append(both[count:])
         return both[:count].view(amax.shape)

@@ -7,7 +7,7 @@ from duotone.compat.transformer_engine.instead import MODULES_WITHOUT, QUANTIZED
 VERSION = "2.9.0+duotone"
 """What scripts see that ask for a version: one whose modules take the arguments here."""
 
-HERE = "duotone.compat.transformer_engine"
+PACKAGE = "duotone.compat.transformer_engine"
 
 
 def _all(home: str, names: str) -> dict[str, str]:
@@ -17,14 +17,14 @@ def _all(home: str, names: str) -> dict[str, str]:
 TENSORS = "Float8BlockwiseQTensor Float8Tensor MXFP8Tensor NVFP4Tensor"
 RECIPE = {
     **_all(
-        f"{HERE}.recipe",
+        f"{PACKAGE}.recipe",
         "CustomRecipe DelayedScaling Float8BlockScaling Float8CurrentScaling MMParams MXFP8BlockScaling "
         "NVFP4BlockScaling QParams",
     ),
     **_all("duotone.recipes", "DelayedScalingRequest Format QuantizerRole Recipe"),
     "quantizer_factory": "duotone.compat:factories",
 }
-OPTIMIZERS = _all(f"{HERE}.optimizers", "FusedAdam FusedSGD")
+OPTIMIZERS = _all(f"{PACKAGE}.optimizers", "FusedAdam FusedSGD")
 OPS = {
     **_all(
         "duotone.ops",
@@ -32,17 +32,17 @@ OPS = {
         "L2Normalization MakeExtraOutput QGEGLU QGELU Quantize ReGLU ReLU ReduceScatter Reshape SReGLU SReLU "
         "ScaledClampedQGeGLU ScaledSReLU ScaledSwiGLU Sequential SiLU SwiGLU",
     ),
-    **_all(f"{HERE}.ops", "BasicLinear Bias GroupedLinear LayerNorm Linear RMSNorm"),
+    **_all(f"{PACKAGE}.ops", "BasicLinear Bias GroupedLinear LayerNorm Linear RMSNorm"),
 }
 PYTORCH = {
     **RECIPE,
     **_all(
-        f"{HERE}.pytorch",
+        f"{PACKAGE}.pytorch",
         "DotProductAttention GroupedLinear LayerNorm LayerNormLinear LayerNormMLP Linear MultiheadAttention RMSNorm "
         "TransformerEngineBaseModule TransformerLayer",
     ),
     **_all(
-        f"{HERE}.contexts",
+        f"{PACKAGE}.contexts",
         "CudaRNGStatesTracker FP8GlobalStateManager activation_recompute_forward autocast check_fp8_support "
         "check_fp8_block_scaling_support check_mxfp8_support check_nvfp4_support checkpoint destroy_ub fp8_autocast "
         "get_cpu_offload_context get_default_recipe get_device_compute_capability is_bf16_available "
@@ -54,16 +54,16 @@ PYTORCH = {
         "Float8BlockQuantizer Float8CurrentScalingQuantizer Float8Quantizer HybridQuantizer IdentityQuantizer "
         "MXFP8Quantizer NVFP4Quantizer QuantizedTensor Quantizer RotaryPositionEmbedding",
     ),
-    **_all(f"{HERE}.tensors", TENSORS),
-    **{f"{name}Storage": f"{HERE}.tensors:{name}" for name in TENSORS.split()},
+    **_all(f"{PACKAGE}.tensors", TENSORS),
+    **{f"{name}Storage": f"{PACKAGE}.tensors:{name}" for name in TENSORS.split()},
     "QuantizedTensorStorage": "duotone:QuantizedTensor",
     **_all("duotone.attention.rotary", "apply_rotary_pos_emb"),
     **_all("duotone.tensor", "prepare_for_saving restore_from_saved"),
     "align_size": "duotone.recipes:align_size",
-    "fp8_model_init": f"{HERE}.contexts:quantized_model_init",
-    "get_default_fp8_recipe": f"{HERE}.contexts:get_default_recipe",
+    "fp8_model_init": f"{PACKAGE}.contexts:quantized_model_init",
+    "get_default_fp8_recipe": f"{PACKAGE}.contexts:get_default_recipe",
 }
-EXTENSIONS = _all(f"{HERE}.contexts", "device_supports_multicast")
+EXTENSIONS = _all(f"{PACKAGE}.contexts", "device_supports_multicast")
 PARTS = (
     "attention attention.dot_product_attention attention.dot_product_attention.dot_product_attention "
     "attention.inference attention.multi_head_attention attention.rope cpu_offload cpu_offload_v1 cross_entropy "
