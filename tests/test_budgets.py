@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38836
+LIBRARY_LINES = 38838
 TOOL_LINES = 7655
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -24,21 +24,21 @@ BUDGETS = {
     "cli": (1531, 2, 0),
     "comm": (172, 1, 0),
     "compat": (2481, 7, 0),
-    "conversion": (2678, 5, 0),
+    "conversion": (2680, 5, 0),
     "dispatch": (3490, 1, 0),
     "distributed": (456, 3, 0),
     "formats": (1495, 0, 0),
     "integrations": (704, 11, 0),
     "kernels": (5044, 0, 0),
-    "lab": (3684, 13, 1),
+    "lab": (3684, 13, 0),
     "linear": (1895, 5, 0),
     "modules": (706, 1, 0),
     "observe": (2310, 6, 0),
     "ops": (1443, 0, 0),
     "optim": (838, 2, 0),
     "package": (341, 1, 0),
-    "pipeline": (1524, 15, 1),
-    "planned": (3087, 15, 1),
+    "pipeline": (1524, 15, 0),
+    "planned": (3087, 15, 0),
     "recipes": (2013, 6, 0),
     "report": (1736, 0, 0),
     "serving": (1402, 0, 0),
