@@ -77,6 +77,21 @@ def test_padding_and_generation_run_through_the_cores() -> None:
     assert generated.shape == plain.shape == (2, 14)
 
 
+def test_heads_of_values_may_have_a_width_of_their_own() -> None:
+    """As latent attention has: DeepSeek, Kimi, GLM and others."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    config = transformers.DeepseekV3Config(**sizes, num_key_value_heads=4, first_k_dense_replace=1, vocab_size=128)
+    logits = []
+    for implementation, recipe in (("sdpa", None), ("duotone", HIGH), ("duotone", FP8)):
+        config._attn_implementation = implementation
+        torch.manual_seed(0)
+        model = transformers.DeepseekV3ForCausalLM(config).eval()
+        logits.append((model if recipe is None else duotone.convert(model, recipe))(input_ids=batch(0) % 128).logits)
+    assert torch.allclose(logits[0], logits[1], atol=1e-5)
+    assert 0 < (logits[0] - logits[2]).norm() < 0.15 * logits[0].norm()
+
+
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_edges_of_a_collator_keep_packed_sequences_apart(is_masked) -> None:
     """Although a model with a cache, as transformers builds one by default, makes no mask of packed positions."""

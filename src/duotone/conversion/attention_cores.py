@@ -31,9 +31,10 @@ def add_cores(model: nn.Module) -> None:
         if config._attn_implementation != NAME or CORE in module._modules:
             continue
         heads = config.num_attention_heads
+        width = getattr(module, "head_dim", None) or config.hidden_size // heads
         core = DotProductAttention(
             heads,
-            getattr(module, "head_dim", None) or config.hidden_size // heads,
+            (getattr(module, "qk_head_dim", width), getattr(module, "v_head_dim", width)),
             num_gqa_groups=heads // getattr(module, "num_key_value_groups", 1),
             attention_dropout=getattr(module, "attention_dropout", 0.0),
             softmax_scale=getattr(module, "scaling", None),
