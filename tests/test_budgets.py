@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 38839
-TOOL_LINES = 7655
+TOOL_LINES = 7706
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -28,7 +28,7 @@ BUDGETS = {
     "dispatch": (3490, 1, 0),
     "distributed": (456, 3, 0),
     "formats": (1495, 0, 0),
-    "integrations": (704, 11, 0),
+    "integrations": (755, 11, 0),
     "kernels": (5044, 0, 0),
     "lab": (3684, 13, 0),
     "linear": (1895, 5, 0),

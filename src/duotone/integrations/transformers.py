@@ -49,6 +49,7 @@ from transformers.quantizers.base import HfQuantizer  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
 from duotone.integrations import transformers_attention  # noqa: E402, F401  # registers attn_implementation="duotone"
+from duotone.integrations.transformers_parallel import follow_plans  # noqa: E402
 
 METHOD = "duotone"
 PLANES = "duotone_planes.pt"
@@ -98,6 +99,7 @@ class DuotoneQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> None:
         config = self.quantization_config
+        follow_plans(model)
         convert(model, config.recipe, config.rules)
         if config.quantize_parameters:
             convert_parameters(model, config.recipe)
@@ -160,6 +162,7 @@ class DuotoneCallback(TrainerCallback):
         if self.schedule is not None and self.recipe is None:
             self.recipe = self.schedule.phases[0].recipe
         if self.recipe is not None:
+            follow_plans(model)
             convert(model, self.recipe, self.rules, schedule=self.schedule)
 
     def on_train_begin(
