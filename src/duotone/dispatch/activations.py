@@ -42,7 +42,7 @@ class Activation:
 
     @property
     def op(self) -> str:
-        """Its name in graphs that call the kernel."""
+        """The name of the activation in graphs that call the kernel."""
         return f"gated {self.kernel}" if self.gated else self.kernel
 
     @property
@@ -56,12 +56,12 @@ class Activation:
         return self.value(x) if producer is None else _materialized(producer, x)
 
     def differentiate(self, dy: Tensor, x: Tensor) -> Tensor:
-        """`gradient`, likewise."""
+        """As a call, for `gradient`."""
         producer = self.produced_gradient(dy, x) if self.is_exact else None
         return self.gradient(dy, x) if producer is None else _materialized(producer, x)
 
     def produced(self, x: Tensor) -> "FusedProducer | None":
-        """What lets a cast kernel compute `value` itself, a `kernels.activations.FusedProducer`; None if none can."""
+        """A producer with which a cast kernel computes `value` itself. None if no kernel can."""
         if not self.kernel or not has_kernels(x):
             return None
         from duotone.kernels import activations
@@ -69,7 +69,7 @@ class Activation:
         return activations.value(self.kernel, x.reshape(-1, x.shape[-1]).contiguous(), self.gated)
 
     def produced_gradient(self, dy: Tensor, x: Tensor) -> "FusedProducer | None":
-        """`gradient`, likewise."""
+        """As `produced`, for `gradient`."""
         if not self.kernel or not has_kernels(x) or dy.dtype is not x.dtype:
             return None
         from duotone.kernels import activations
@@ -83,11 +83,11 @@ class Activation:
         return x.numel() // width, width // 2 if self.gated else width
 
     def traced(self, x: Tensor) -> TracedProducer:
-        """In a trace, `produced`. There has to be a kernel."""
+        """In a trace, as `produced`. A kernel has to exist."""
         return TracedProducer(self.op, (x,), self.shape(x))
 
     def traced_gradient(self, dy: Tensor, x: Tensor) -> TracedProducer:
-        """In a trace, `produced_gradient`."""
+        """In a trace, as `produced_gradient`."""
         return TracedProducer(f"gradient of {self.op}", (dy, x), (x.numel() // x.shape[-1], x.shape[-1]))
 
 
@@ -223,7 +223,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(name: str, params: Mapping[str, float] | None = None) -> Activation:
-    """The activation of that name; only those in PARAMETRIC take parameters."""
+    """The activation of that name. Only activations in PARAMETRIC take parameters. UserError for other names."""
     if name not in ACTIVATIONS:
         raise UserError(f"activation {name!r} is unknown; allowed are {', '.join(ACTIVATIONS)}")
     make, parameters = PARAMETRIC.get(name, (None, ()))

@@ -32,11 +32,11 @@ Pair = tuple[Format | None, Format | None]
 
 _CASTS: "dict[tuple[int, int, torch.dtype, bool], tuple[Pair, Cast | TwoLevelCast | None]]" = {}
 _DECODERS: "dict[tuple[int, torch.dtype], tuple[Format, PlaneSpec | float | None]]" = {}
-"""By the ids of formats, whose hashes are slow. The values hold the formats, so that an id stays in use."""
+"""By the ids of formats, because their hashes are slow. The values hold the formats, so no id is used again."""
 
 
 def one_read(row: Format | None, col: Format | None, x: Tensor, propagate: bool) -> "Cast | TwoLevelCast | None":
-    """The kernel that makes these planes of a CUDA matrix like `x`, None if there is none. Not for traces.
+    """The kernel that makes these planes of a CUDA matrix like `x`, or None. Not for traces.
 
     `propagate` as of `Format.encode`.
     """
@@ -49,7 +49,7 @@ def one_read(row: Format | None, col: Format | None, x: Tensor, propagate: bool)
 def cast_of(
     row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool = True
 ) -> "Cast | TwoLevelCast | None":
-    """`one_read`, where kernels run."""
+    """As `one_read`, without the question whether kernels run."""
     key = (id(row), id(col), dtype, propagate)
     entry = _CASTS.get(key)
     if entry is None:
@@ -75,7 +75,7 @@ def _segment_cast(cast: "Cast | TwoLevelCast") -> "SegmentCast | BlockSegmentCas
 
 
 def can_read_once(row: Format | None, col: Format | None, dtype: torch.dtype, where: Target) -> bool:
-    """Whether a kernel makes both planes of a matrix in `dtype` there, or either of them, of codes and scales alone."""
+    """As `has_casts`, for planes that consist of codes and scales alone."""
     return not is_two_level(row, col) and has_casts(row, col, dtype, where)
 
 
@@ -85,7 +85,7 @@ def is_two_level(*formats: Format | None) -> bool:
 
 
 def has_casts(row: Format | None, col: Format | None, dtype: torch.dtype, where: Target) -> bool:
-    """Whether a kernel makes both planes of a matrix in `dtype` there, or either of them."""
+    """Whether a kernel on that target makes both planes of a matrix in `dtype`, or either of them."""
     return where.runs_kernels and all(
         cast_of(*pair, dtype) is not None for pair in ((row, col), (row, None), (None, col))
     )
@@ -155,7 +155,7 @@ def _is_real(x: Tensor) -> bool:
 
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-"""Tensors with an address, which fake ones have not."""
+"""Types of tensors with an address. Fake tensors have none."""
 
 
 def _new_cast(

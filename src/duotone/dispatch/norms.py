@@ -2,9 +2,9 @@
 
 `forward(x, gamma, beta, eps)` gives y and what backward needs, `backward(dy, x, gamma, beta, saved, needs)` the three
 gradients, both with torch's operations and bits. `replay` is y in operations that autograd differentiates any number
-of times. `produced` and `backward_of_produced` are the same by kernels, for a
-norm that is made on the way of a cast: outside of traced code on CUDA, for rows of at most WIDEST columns. They also
-compute in fp32 and round once, but sum in another order, so a result next to a tie may round to the other neighbour.
+of times. `produced` and `backward_of_produced` use kernels, for a norm that a cast kernel computes: outside of traced
+code on CUDA, for rows of at most WIDEST columns. They also compute in fp32 and round once, but sum in another order.
+A result next to a tie may therefore round to the other neighbour.
 """
 
 from collections.abc import Sequence
@@ -182,7 +182,7 @@ class L2Kernel:
         return self.forward(x, gamma, beta, eps)[0]
 
     def produced(self, x: Tensor, gamma: Weight, beta: Weight, eps: float, *saved: Tensor) -> "FusedProducer | None":
-        """None: no kernel makes this one."""
+        """None: no kernel computes this norm."""
         return None
 
     traced = produced

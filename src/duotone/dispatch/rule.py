@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class GemmProblem:
     """What a rule may look at: the formats of the operands, the target, and the dtype of the result.
 
-    `fast` allows the fast, inexact accumulation of hardware that has one.
+    `fast` allows a fast, inexact accumulation, if the hardware has one.
     """
 
     a: Format
@@ -107,7 +107,7 @@ class Product(Protocol):
 
 
 class GemmRule:
-    """One way to multiply. `native` rules multiply what is stored; `note` says what is unusual about one."""
+    """One way to multiply. `native` rules multiply the stored codes. `note` describes what is unusual about a rule."""
 
     name: str
     native: bool = True
@@ -138,7 +138,7 @@ class GemmRule:
         return "it multiplies each segment by itself"
 
     def groups_segments(self, problem: GemmProblem, count: int) -> bool:
-        """Whether one launch multiplies so many segments, so that their rows may be known to the device alone."""
+        """Whether one launch multiplies `count` segments. Then only the device has to know their rows."""
         return False
 
     def run_segments(

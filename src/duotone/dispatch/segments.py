@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from duotone.kernels.segment_cast import Segments, Table
 
 STEP = 16
-"""Each segment takes a multiple of so many columns of codes, if each has a separate product."""
+"""If each segment has a separate product, its columns of codes are a multiple of this."""
 CHUNK = 128
-"""The multiple where one product takes all segments."""
+"""The multiple if one product takes all segments."""
 MOST = 1024
-"""Segments that one product takes at most: kernels look at all of them at once."""
+"""The most segments of one product: kernels look at all of them at once."""
 REMEMBERED = 4096
 
 _TABLES: dict[tuple[tuple[int, ...], torch.dtype, int | None, int], Tensor] = {}
 
 
 def width(rows: int, multiple: int = STEP) -> int:
-    """Columns of codes of a segment of so many rows; the last ones are zeros."""
+    """The columns of codes of a segment with `rows` rows. The last columns are zeros."""
     return -(-rows // multiple) * multiple
 
 
@@ -39,7 +39,7 @@ def are_real(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def segments_of(splits: Sequence[int] | Tensor, like: Tensor, grouped: bool = False) -> "Segments":
-    """Segments of so many rows of a matrix like `like`.
+    """Segments with these numbers of rows, of a matrix like `like`.
 
     Counts on the device (a tensor) are not waited for; they need one product for all segments, `grouped`.
     """

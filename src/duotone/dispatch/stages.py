@@ -28,7 +28,7 @@ from duotone.graph_ops import define_op
 T = TypeVar("T")
 
 COMPILE_FROM = 1 << 15
-"""Elements below which a compiled call costs the host more than the stage itself."""
+"""Below this number of elements a compiled call costs the host more than the stage."""
 
 
 def stages_for(x: Tensor) -> Stages:
@@ -44,7 +44,7 @@ def stages_for(x: Tensor) -> Stages:
 
 
 def _stages(elements: int) -> Stages:
-    """The backend of a CPU for so many elements."""
+    """The backend of a CPU for this number of elements."""
     if elements < COMPILE_FROM:
         return PLAIN
     # Under a dispatch mode Dynamo gives a function up for good, without a word.
@@ -57,7 +57,7 @@ _UNCOMPILED = ContextVar("uncompiled", default=False)
 
 @contextmanager
 def uncompiled(applies: bool = True) -> Iterator[None]:
-    """In this thread casts on the CPU are not compiled: for less work than the compiler takes time and memory for."""
+    """In this thread casts on the CPU are not compiled. For work that takes less time and memory than the compiler."""
     token = _UNCOMPILED.set(applies)
     try:
         yield
@@ -122,7 +122,7 @@ def _in_memory_order(blocks: Tensor) -> bool:
 
 
 def _lies_turned(blocks: Tensor) -> bool:
-    """Whether rows, and not columns, lie next to each other; where neither do, as after expand, the stage copies."""
+    """Whether rows, and not columns, lie next to each other. If neither do, as after expand, the stage copies."""
     return not _in_memory_order(blocks) and _in_memory_order(_turn(blocks))
 
 
@@ -139,7 +139,7 @@ def _layout(blocks: Tensor) -> str:
 
 
 def _extent(n: int) -> str:
-    """Sizes that blocks have are built for; the extents of whole matrices, which may be any, share one loop nest."""
+    """Block sizes have a loop nest each. The extents of whole matrices share one."""
     return str(n) if n <= 128 and n & (n - 1) == 0 else "n"
 
 
@@ -288,13 +288,13 @@ TRACED = TracedStages()
 
 
 def _is_many(blocks: Tensor) -> bool:
-    """In a trace: whether so many elements that the host time of an op does not count."""
+    """In a trace: whether there are so many elements that the host time of an op is negligible."""
     elements = blocks.numel()
     return not (isinstance(elements, torch.SymInt) or elements < COMPILE_FROM or torch.compiler._is_exporting_flag)
 
 
 def _is_slow(element: Element, blocks: Tensor) -> bool:
-    """Whether stages that are compiled one by one are faster than those that inductor fuses: of small elements."""
+    """Whether separately compiled stages are faster than fused ones of inductor. They are for small elements."""
     return element.dtype is None and elements.ELEMENTS.get(element.name) is element and _is_many(blocks)
 
 

@@ -1,4 +1,4 @@
-"""Where casts and products run: the kind of device, its architecture, and the cuBLAS that torch calls."""
+"""Where casts and products run: the kind of device, its architecture, and the version of CUDA."""
 
 import functools
 import importlib.util
@@ -24,8 +24,8 @@ Version = tuple[int, int]
 class Target:
     """A kind of device ("cpu", "cuda", ...). Of an NVIDIA GPU also the compute capability, else (0, 0).
 
-    `cuda` is the version of CUDA that torch was built with, None where it was built without: then a device is only
-    planned for, and its cuBLAS counts as a new one.
+    `cuda` is the version of CUDA that torch was built with, None without CUDA. A plan for a device without
+    CUDA assumes a new cuBLAS.
     """
 
     device: str
@@ -34,7 +34,7 @@ class Target:
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether kernels run: Triton is there, and the device converts to FP8."""
+        """Whether kernels run: Triton is installed, and the device converts to FP8."""
         return self.arch >= KERNELS_SINCE and has_triton()
 
     @property
@@ -127,5 +127,5 @@ For forward and backward with nothing cached, host time included.
 
 
 def least_work(blocks: set[Block], target: Target) -> int:
-    """The entry of operands with these scales, the larger one of two; 0 without any."""
+    """The largest entry of `LEAST_WORK` for operands with these blocks; 0 without an entry."""
     return max(LEAST_WORK.get((target.arch, block), 0) for block in blocks)

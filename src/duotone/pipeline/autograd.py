@@ -24,7 +24,7 @@ Outputs = Tensor | tuple[Any, ...]
 """y, or (y, *extra outputs)."""
 
 Shells = list[list[Any]]
-"""What is left of a saved value without its buffers: (format, shape, part names) of a plane, TENSOR of a tensor,
+"""A saved value without its buffers: (format, shape, part names) of a plane, TENSOR of a tensor,
 (DEFERRED, make, number of tensors) of a deferred plane. None and tuples of one element stand for themselves."""
 
 TENSOR, DEFERRED = "tensor", "deferred"
@@ -32,7 +32,7 @@ are_transforms_active = torch._C._are_functorch_transforms_active
 
 
 class PipelineContext(FunctionCtx):
-    """What the forward of a pipeline leaves to its backward."""
+    """What the forward of a pipeline saves for its backward."""
 
     backward_of: "Backward"
     extra: int  # outputs after y
@@ -46,7 +46,7 @@ class PipelineContext(FunctionCtx):
 class Backward(NamedTuple):
     """The stages of the backward pass, in the order of forward; they stand for the same basic stages.
 
-    `again` is for backwards under `create_graph`; compilers, which trace none, get None.
+    `again` is for backwards under `create_graph`. Compilers do not trace those and get None.
     """
 
     stages: Stages
@@ -151,7 +151,7 @@ def apply_eagerly(forward: Stages, backward: Backward, x: Tensor, *operands: obj
 
 
 class Runner:
-    """What runs a pipeline: `apply(forward, backward, x, *operands)`."""
+    """Runs pipelines: `apply(forward, backward, x, *operands)`."""
 
     def __init__(self) -> None:
         self.apply: Callable[..., Outputs] = apply_eagerly
@@ -222,7 +222,7 @@ def unpack(shells: Shells, tensors: Sequence[Any]) -> list[Saved]:
 
 
 class GradientContext(FunctionCtx):
-    """What the forward of `WithGradient` leaves to its backward."""
+    """What the forward of `WithGradient` saves for its backward."""
 
     gradients: Callable[..., Gradients]
     count: int
@@ -249,9 +249,9 @@ def with_gradient(value: Callable[..., T], gradients: Callable[..., Gradients], 
 
 
 class Refused:
-    """Stages whose second derivative nobody has: taking it is an error, asking for a graph alone is none.
+    """Stages without a second derivative. Computing one is an error; `create_graph` alone is not.
 
-    An empty output of the pipeline stands in a graph for all that its gradients depend on, and holds no memory.
+    An empty extra output stands in the graph for everything that the gradients depend on. It holds no memory.
     """
 
     marks = True
@@ -279,5 +279,5 @@ class Refused:
 
 
 def is_transformed() -> bool:
-    """Whether a torch.func transform or forward-mode AD runs, in which custom functions of autograd take no part."""
+    """Whether a torch.func transform or forward-mode AD runs. They do not support custom functions of autograd."""
     return are_transforms_active() or forward_ad._current_level >= 0

@@ -6,7 +6,7 @@ from typing import Any
 from duotone.errors import UserError
 
 INPUTS, OUTPUTS = "_input_channels", "_output_channels"
-"""Names by place among an op's further inputs, and (name, whether the caller gets it too) among its further outputs."""
+"""By index: the channel of a further input; (channel, whether the caller gets it too) of a further output."""
 
 
 class Channels:
@@ -72,7 +72,7 @@ def check_channels(ops: Sequence[object]) -> None:
 
 
 class Routing:
-    """What the caller gave one call, what lies in channels during it, and what the caller gets."""
+    """The further inputs and outputs of one call, and the values in its channels."""
 
     def __init__(self, extra: Sequence[object], has_channels: bool) -> None:
         # torch 2.11 traces no bool() of a tuple.
@@ -91,7 +91,7 @@ class Routing:
         return inputs
 
     def take(self, ops: Sequence[object], outputs: Sequence[object]) -> None:
-        """Put the further outputs of ops where they belong."""
+        """Put the further outputs of ops into channels or among the outputs for the caller."""
         remaining = iter(outputs)
         for op in ops if self.has_channels else ():
             names = bound(op, OUTPUTS)

@@ -1,4 +1,4 @@
-"""DeferredOutput: the output of an op that runs in the pipeline of its reader, or as soon as anything else reads it."""
+"""DeferredOutput: the output of an op that runs later: in the pipeline of its reader, or when other code reads it."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Reader(Protocol):
-    """What knows the ops behind a deferred output, and who reads it."""
+    """Knows the op behind a deferred output, and its readers."""
 
     def read(
         self,
@@ -40,7 +40,7 @@ class Reader(Protocol):
 
 
 class Unchanged:
-    """Tensors that a later reader gets as they are now. UserError if one was written to in place."""
+    """Tensors for a later reader. UserError if one was written to in place since."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         self._tensors = tensors

@@ -29,7 +29,7 @@ class Copy:
         tensor.record_stream(side)
 
     def fetch(self) -> None:
-        """Enqueue the copy to the device. Memory from the pool of the side stream needs no wait for other kernels."""
+        """Enqueue the copy to the device. Its memory is of the side stream's pool, so it waits for no other kernel."""
         if self.returned is None:
             with torch.cuda.stream(self.side):
                 self.returned = torch.empty_like(self.host, device=self.side.device)
@@ -37,7 +37,7 @@ class Copy:
                 self.arrived = self.side.record_event()
 
     def use(self, ahead: int) -> Tensor:
-        """The tensor on the device, for the current stream. Fetches so many of the copies before it, too."""
+        """The tensor on the device, for the current stream. Also fetches the `ahead` copies before it."""
         self.fetch()
         before = self.before and self.before()
         for _ in range(ahead):

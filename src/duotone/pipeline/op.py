@@ -1,4 +1,4 @@
-"""Op: what a module has to be to stand in a pipeline, what it is told of a tensor, and how a sequence of ops is run."""
+"""Op: the interface of modules in a pipeline, what they know of a tensor, and how a sequence of ops runs."""
 
 import itertools
 import sys
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class TensorInfo(NamedTuple):
     """What is known of a tensor between two ops before anything runs.
 
-    `width` is its last dimension and `rows` the product of the others; None if that is not known. `quantizer` is that
-    of a quantized tensor.
+    `width` is its last dimension and `rows` the product of the others; None if unknown. `quantizer`: of a quantized
+    tensor.
     """
 
     device: str
@@ -76,9 +76,9 @@ def refuse_distributed(owner: object) -> NoReturn:
 
 
 def info_of(x: object, owner: object = None, spread: "Spread | None" = None) -> TensorInfo:
-    """What the first op is told. UserError unless `x` is a dense local tensor with a last dimension.
+    """The info of the first input. UserError unless `x` is a dense local tensor with a last dimension.
 
-    `spread` is that of the DTensor whose local tensor is `x`.
+    `spread` describes the DTensor whose local tensor is `x`.
     """
     if isinstance(x, Tensor) and (x.is_nested or x.layout is not torch.strided):
         require_dense(title(owner), x)
@@ -128,7 +128,7 @@ KEEPS = "is_first_microbatch, fuse_wgrad_accumulation and delay_wgrad_compute ke
 
 
 class Op(Channels, KnownRoles):
-    """Mixed in before an nn.Module. `link` is asked in order, before anything runs; a bad input is refused there."""
+    """Mixed in before an nn.Module. All ops link in order before anything runs. `link` refuses bad inputs."""
 
     takes_first_microbatch = True
     _rewritten: "Rewritten"
@@ -141,9 +141,9 @@ class Op(Channels, KnownRoles):
     def link(
         self, info: TensorInfo, is_first_microbatch: bool | Tensor | None
     ) -> tuple[Stage, TensorInfo, *tuple[object, ...]]:
-        """The stage for an input like `info`, and what its output is like. Raises UserError where that cannot be.
+        """The stage for an input like `info`, and the info of its output. UserError if the input does not fit.
 
-        Further values are handed to `operands`: parameters that are fetched once for a call.
+        Further values go to `operands`: parameters that are fetched once for a call.
         """
         raise NotImplementedError
 
@@ -152,7 +152,7 @@ class Op(Channels, KnownRoles):
         refuse_distributed(self)
 
     def accept(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:
-        """The `extra` inputs of this call as the linked stage wants them. Raises UserError where one does not fit."""
+        """The `extra` inputs of this call in the form that the linked stage takes. UserError if one does not fit."""
         return extra
 
     def operands(
@@ -160,7 +160,7 @@ class Op(Channels, KnownRoles):
     ) -> Sequence[object]:
         """The operands of the linked stage: parameters, seeds and the accepted `extra` inputs of this call.
 
-        Asked when every op is linked and nothing can be refused any more: only here may a seed advance.
+        Called when every op is linked and no error can follow. Only here may a seed advance.
         """
         return extra
 
@@ -280,20 +280,20 @@ def _accepted(
 
 
 class Rewritten(dict[tuple[object, ...], tuple[tuple[Stage, ...], Backward, bool]]):
-    """Rewritten forms by tuple of stages. They hold what belongs to this process: copies and pickles are empty."""
+    """Rewritten forms by tuple of stages. They are for this process alone, so copies and pickles are empty."""
 
     def __reduce__(self) -> "tuple[type[Rewritten], tuple[()]]":
         return Rewritten, ()
 
 
 REMEMBERED = 64
-"""Tuples of stages that a module remembers the rewritten form of; plans that were forgotten leave some behind."""
+"""How many rewritten tuples of stages a module remembers. Forgotten plans leave some behind."""
 
 
 def _rewritten(
     stages: tuple[Stage, ...], owner: dict[str, Any], alone: bool
 ) -> tuple[tuple[Stage, ...], Backward, bool]:
-    """The stages of forward, the backward, and whether delayed scales of forward have nothing else to roll them."""
+    """The stages of forward, the backward, and whether nothing else rolls the delayed scales of forward."""
     cache: Rewritten = owner.setdefault("_rewritten", Rewritten())
     key = (RULES.version, alone, *stages)
     entry = cache.get(key)

@@ -1,4 +1,4 @@
-"""Rewrite rules: functions of a tuple of stages that put one fused stage in the place of several.
+"""Rewrite rules: functions of a tuple of stages that replace several stages by one fused stage.
 
 A rule changes speed and memory, never results. Rules for both passes run first, then those of forward and of backward.
 Each takes the result of the one before. A fused stage has to stand for the same basic stages in the same order.
@@ -34,8 +34,8 @@ RULES = Registry()
 def register_rule(rule: Rule, when: str = "both", *, prepend: bool = False) -> None:
     """Let `rule` rewrite every tuple of stages, for "forward", "backward" or "both"; `prepend` puts it first.
 
-    A stage that a rule for "both" puts in may keep what it likes for its own backward. One that is for a single pass
-    has to keep, or to take, exactly what its basic stages would.
+    A fused stage of a rule for "both" may save anything for its backward. A fused stage for a single pass has to save,
+    or to read, exactly what its basic stages would.
     """
     if when not in RULES.rules:
         raise UserError(f"a rewrite rule for {when!r} is unknown; allowed are {', '.join(RULES.rules)}")
@@ -44,7 +44,7 @@ def register_rule(rule: Rule, when: str = "both", *, prepend: bool = False) -> N
 
 
 def unregister_rule(rule: Rule) -> None:
-    """Take a rule out again; nothing happens where it is not registered."""
+    """Remove a rule. Nothing happens if it is not registered."""
     for rules in RULES.rules.values():
         if rule in rules:
             rules.remove(rule)

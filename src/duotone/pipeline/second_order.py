@@ -66,7 +66,7 @@ class Exact:
         return [x, *extras]
 
     def check(self) -> None:
-        """UserError where torch.func and forward-mode AD cannot go through."""
+        """Raises nothing: torch.func and forward-mode AD go through."""
 
     def transformed(self, forward: Stages, backward: Backward, x: Tensor, *operands: object) -> Outputs:
         """What the pipeline gives under such a transform; called as `PipelineFunction.apply` is."""

@@ -61,7 +61,7 @@ def _boundary_role(at: int, text: str) -> property:
 
 
 class ConsumerRoles:
-    """Roles of the consumers that a neighbour tells a module, by the key of the recipe under which they consume."""
+    """Roles of a module's consumers, by the key of the recipe. A neighbour sets them."""
 
     def __init__(self) -> None:
         self.by_recipe: dict[str, tuple[Role, Role]] = {}
@@ -73,10 +73,10 @@ class ConsumerRoles:
 
 
 class BoundaryRoles:
-    """Mixed in before an nn.Module that asks recipes for its boundary slots. Roles are None where nobody is known."""
+    """Mixed in before an nn.Module that asks recipes for its boundary slots. None is an unknown consumer."""
 
     _roles: tuple[Role, Role] = NOBODY
-    """Those that hold under all recipes."""
+    """The roles under all recipes."""
 
     consumers: ConsumerRoles
     output_quantizer_role = _boundary_role(0, OF_OUTPUT)
@@ -96,11 +96,11 @@ class BoundaryRoles:
             self.forget_recipe(recipe)
 
     def forget_recipe(self, recipe: str) -> None:
-        """Ask a recipe anew, by its key."""
+        """Ask a recipe again, by its key."""
         raise NotImplementedError
 
     def roles_changed(self) -> None:
-        """Ask recipes anew."""
+        """Ask recipes again."""
         raise NotImplementedError
 
 

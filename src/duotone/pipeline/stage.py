@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 Saved = tuple[Any, ...]
-"""What backward needs: planes and tensors, which autograd holds, or a 1-tuple of something that it must not replace.
+"""What backward needs: planes and tensors, which autograd holds, or a 1-tuple of a value that it must not replace.
 
 Its types, and those of operands, are in the signatures of each stage.
 """
@@ -24,8 +24,8 @@ Gradients = tuple[Tensor | None, ...]
 class Stage:
     """One step. `arity` counts the operands (parameters, seeds, further inputs) of each basic stage that it stands for.
 
-    A fused stage stands for several, its `basics`, overrides `run` and `run_backward`, and keeps for each what that one
-    would keep, so that a backward without the fusion can follow.
+    A fused stage stands for several basic stages, its `basics`. It overrides `run` and `run_backward`, and saves for
+    each basic stage what that stage would save. So a backward without the fusion can follow.
     """
 
     arity: ClassVar[tuple[int, ...]] = (0,)

@@ -1,4 +1,4 @@
-"""The delayed-scaling states of a planned module: two submodules, there only while a recipe needs them."""
+"""The delayed-scaling states of a planned module: two submodules, which exist only while a recipe needs them."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
@@ -35,7 +35,7 @@ def agreed_history(quantizers: Mapping[str, Quantizer]) -> History:
 
 
 def require_reduction(name: str, plan: LinearPlan, group: str) -> None:
-    """RecipeError where shards of one tensor would be encoded with delayed scales that their ranks do not agree on."""
+    """RecipeError if ranks would encode shards of one tensor with different delayed scales."""
     layout = plan.layout
     sharded = zip(layout.shards, plan.operands.values(), strict=True)
     if not any(shard is not None and any(operand.quantizer.delayed) for shard, operand in sharded):
@@ -108,7 +108,7 @@ def name_on_all_ranks(module: HoldsStates) -> str:
 
 
 def save(module: "Planned") -> None:
-    """Let both states wait like those of a checkpoint until a recipe asks for them again."""
+    """Set both states aside until a recipe needs them again, like states of a checkpoint."""
     for name in STATES:
         state = module._modules.get(name)
         if state is not None:
@@ -117,7 +117,7 @@ def save(module: "Planned") -> None:
 
 
 def drop(module: "Planned") -> None:
-    """Give up both states; plans that name them have to be forgotten too."""
+    """Remove both states. The caller also forgets the plans that refer to them."""
     for name in STATES:
         module._modules.pop(name, None)
 
@@ -155,7 +155,7 @@ def local(x: object) -> object:
 
 
 def weight_context(module: "Planned", plan: LinearPlan, member: int = 0) -> QuantizeContext:
-    """How to encode a weight with the scales that a state has already, recording nothing."""
+    """The context that encodes a weight with the present scales of its state and records nothing."""
     state = module._modules.get(FORWARD_STATE)
     if not isinstance(state, DelayedState):
         return LOCAL

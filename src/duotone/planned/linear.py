@@ -32,7 +32,7 @@ LOCAL = (nn.Parameter, QuantizedTensor)
 
 
 class PlannedLinear(Planned):
-    """What makes an nn.Linear follow plans. Mixed in before nn.Linear, or before a subclass that inherits its forward.
+    """Lets an nn.Linear follow plans. Mixed in before nn.Linear, or before a subclass that inherits its forward.
 
     Parameters, their names and the state_dict stay nn.Linear's.
     """
@@ -56,8 +56,8 @@ class PlannedLinear(Planned):
     ) -> Outputs:
         """(*lead, in_features) -> (*lead, out_features). With `return_bias` the bias follows and is not added.
 
-        `is_first_microbatch` keeps the planes of the weight: True encodes them, False takes the ones of before.
-        A tensor of one element on the weight's device decides there.
+        `is_first_microbatch` keeps the planes of the weight: True encodes them, False uses the planes that were kept.
+        It may be a tensor of one element on the weight's device. The host does not read it.
         `fp8_output` makes the output a quantized tensor, `fp8_grad` the gradient of the input. Their formats are
         those that the recipe gives `output_quantizer_role` and `grad_input_quantizer_role`.
         """

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class OpaqueStage(Stage):
-    """`stage` of the module that `handle` names. `first` is that of `Planner.variant`.
+    """`stage` of the module that `handle` names. `first`: see `Planner.variant`.
 
-    `marked` are the weights whose gradient is zeros for autograd, because the true one goes into `main_grad`.
+    `marked`: the weights whose gradient is zero for autograd, because the real one goes into `main_grad`.
     """
 
     stage: LinearStage | GroupedStage
@@ -44,7 +44,7 @@ class OpaqueStage(Stage):
     first: bool | None
     marked: tuple[bool, ...]
     gives_weights: bool
-    """Whether autograd is given the gradients of weights."""
+    """Whether autograd gets the gradients of weights."""
 
     @property
     def plan(self) -> LinearPlan:
@@ -94,7 +94,7 @@ class OpaqueStage(Stage):
 
 
 def _may_share(operand: OperandPlan) -> bool:
-    """Whether what is saved of an operand may share its memory."""
+    """Whether the saved tensors of an operand may share its memory."""
     quantizer = operand.quantizer
     return (
         IDENTITY in (quantizer.rowwise, quantizer.columnwise)
@@ -126,7 +126,7 @@ class View(NamedTuple):
 
 @dataclass(eq=False)
 class ForBackward:
-    """What a forward leaves to its backward. Tensors of the graph itself are not among it: compilers reuse memory."""
+    """What a forward saves for its backward. Not the tensors of the graph: compilers reuse their memory."""
 
     stage: LinearStage | GroupedStage
     shells: list[Any]
@@ -134,7 +134,7 @@ class ForBackward:
 
 
 FORWARDS: Numbered[ForBackward] = Numbered()
-"""By the number in the token of the forward, as long as a graph holds the memory of that."""
+"""By the number in the token of a forward. An entry lives as long as a graph holds the token."""
 
 
 def _forward(  # noqa: PLR0913 (the arguments of the op)

@@ -1,4 +1,4 @@
-"""Results in buffers of the caller: the output of a module, and the gradient of its input."""
+"""Results in the caller's buffers: the output of a module, and the gradient of its input."""
 
 import torch
 from torch import Tensor

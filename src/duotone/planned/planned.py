@@ -38,22 +38,22 @@ CONFIGURATION = (
 """Attributes that `adopt` gives and `release` takes away."""
 
 GONE = ("_stages", "_variants", "_last", "_given", "_region", "_number", "_warned")
-"""Attributes of older pickles that follow from the rest."""
+"""Attributes of older pickles that follow from other attributes."""
 
 _UNNAMED = itertools.count(1)
 
 
 def below(name: str, parts: Sequence[str]) -> list[str]:
-    """Names of the children of a module; one without a name counts as `Layer_<n>` there, so that they stay distinct."""
+    """Full names of the children of a module. A module without a name counts as `Layer_<n>`, so that names differ."""
     base = name or f"Layer_{next(_UNNAMED)}"
     return [f"{base}.{part}" for part in parts]
 
 
 class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
-    """`recipe` applies where no autocast encloses the call; `rules` go before any recipe.
+    """`recipe` applies if no autocast encloses the call. `rules` go before any recipe.
 
-    `module_name` is the full name in the model, `Layer_<n>` without one; `site` is where rules find the module.
-    Delayed-scaling states are submodules; they exist only while a recipe needs them.
+    `module_name` is the full name in the model, or `Layer_<n>`. `site` is the place of the module, as rules see it.
+    Delayed-scaling states are submodules. They exist only while a recipe needs them.
     """
 
     module_type: ClassVar[str]
@@ -77,7 +77,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         site: Site | None = None,
         answers: dict[str, Quantizer] | None = None,
     ) -> None:
-        """Take a recipe, rules and a place; a seed stays. `answers` is what the recipe gave the slots, if known."""
+        """Follow a recipe and rules under a name and a site. A seed stays. `answers`: known quantizers of slots."""
         recipe = as_recipe(type(self).__name__, recipe)
         if "plans" not in self.__dict__:
             self.plans = Planner(self)
@@ -93,7 +93,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
             self.plans.answers[recipe.key] = answers
 
     def release(self) -> None:
-        """Give up everything that `adopt` and plans added."""
+        """Remove everything that `adopt` and plans added."""
         self.plans.retire()
         for attribute in (*CONFIGURATION, "_rewritten", seeds.LOADED, seeds.RESTORED):
             self.__dict__.pop(attribute, None)
@@ -101,12 +101,12 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         delayed_states.drop(self)
 
     def take_name(self, name: str, site: Site) -> None:
-        """The full name in the model, and where rules find the module."""
+        """Set the full name in the model, and the site."""
         self.module_name, self.site = name, site
         self.forget_plans()
 
     def forget_plans(self) -> None:
-        """Build plans anew at the next call, in compiled code too."""
+        """Build plans again at the next call, in compiled code too."""
         self.plans.forget()
         self.__dict__.pop("_rewritten", None)
 
@@ -132,12 +132,12 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         return (self.weight,)
 
     def weight_owners(self, member: int) -> tuple[nn.Parameter, ...]:
-        """The parameters that the weight of a linear is, or is part of, or is made of."""
+        """The parameters that the weight of a linear is, is a part of, or consists of."""
         return (self.weights[member],)
 
     @property
     def weight_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters that hold the weights: one each, or one for all."""
+        """The parameters that hold the weights: one for each weight, or one for all."""
         return self.weights
 
     @property
@@ -155,7 +155,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         )
 
     def refuse_held(self, weight: nn.Parameter) -> None:
-        """UserError where this module cannot hold the weight in those planes."""
+        """UserError if this module cannot hold the weight in its planes."""
 
     def set_tensor_parallel_group(self, tp_group: "ProcessGroup | None") -> None:
         """Communicate in another group from the next forward on; backwards stay in the group of their forward."""
@@ -173,7 +173,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         return self.plans.stage(info_of(x), weights_grad, self.weight_held).plan
 
     def kernel_of(self, plan: LinearPlan, gemm: GemmPlan) -> tuple[str, str]:
-        """The name of what multiplies in this module where `gemm` is one of the plan's, and why."""
+        """The name of the kernel that runs `gemm`, a GEMM of the plan, in this module, and the reason."""
         return gemm.rule.name, gemm.reason
 
     def make_stage(self, linears: list[LinearStage]) -> PlannedStage:
@@ -186,20 +186,20 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         return self.plans.options.stage(stage, 0, first, overwrites)
 
     def invalidate_weight_cache(self) -> None:
-        """Encode the weights anew at the next microbatch: for writes through `.data`, which leave no version."""
+        """Encode the weights again at the next microbatch, for writes through `.data`, which raise no version."""
         for cache in self.plans.options.caches.values():
             cache.clear()
 
     def backward_dw(self) -> None:
-        """The oldest weight gradients that backward put off: computed, and added to `.grad` or `main_grad`."""
+        """Compute the oldest delayed weight gradients, and add them to `.grad` or `main_grad`."""
         self.plans.options.backward_dw(self)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """Call `hook` after each `backward_dw`: autograd's own hooks on the weights do not fire for it."""
+        """Call `hook` after each `backward_dw`, which does not call autograd's hooks on the weights."""
         self.plans.options.hooks.append(hook)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """As nn.Module, but quantized parameters only change device and nominal dtype, and seeds stay or start anew."""
+        """As nn.Module. Quantized parameters change only device and nominal dtype. A seed on meta starts again."""
         seed = self._buffers.get(seeds.BUFFER)
         shards = {name: shard_of(p) for name, p in self._parameters.items() if is_distributed(p)}
         quantized = {name: p for name, p in self._parameters.items() if isinstance(p, QuantizedTensor)}
@@ -220,7 +220,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
-        """Delayed-scaling states that the module does not have wait for a recipe that needs them."""
+        """As nn.Module. Delayed-scaling states that the module lacks wait for a recipe that needs them."""
         tell_shards(self._parameters.values())
         extra_state.unpack(state_dict, prefix, ("",) * self.num_gemms)
         self.saved_states.update(delayed_states.set_aside(self, state_dict, prefix))

@@ -46,7 +46,7 @@ PlannedStage = LinearStage | GroupedStage
 class Planner:
     """Asks each recipe once, builds plans, and remembers stages by kind of call.
 
-    All of it follows from the module and its recipes. So it is not copied or pickled with the module.
+    All of this follows from the module and its recipes, so copies and pickles of the module leave it out.
     """
 
     def __init__(self, module: "Planned") -> None:
@@ -56,34 +56,34 @@ class Planner:
         self.warned = False
         """Whether the user knows that a quantized weight computes in high precision."""
         self.tapped: Callable[[Recipe], Recipe] | None = None
-        """During a sampled step: the recipe that also records, in the place of the one of an eager call."""
+        """During a sampled step: replaces the recipe of an eager call by one that also records."""
         self.number = traced_stages.number(self)
         with torch.inference_mode(False):
             self.handle = torch.tensor([int(self.number)], dtype=torch.int64, device="cpu")
-        """`number`, int64 (1,) on the CPU: what belongs to this module alone comes into graphs through it."""
+        """`number` as int64 (1,) on the CPU. Graphs find the states of this module by it."""
         self.config = ""
         self.forget()
 
     def forget(self) -> None:
-        """Build plans anew at the next call, in compiled code too, if the module has other content now."""
+        """Build plans again at the next call. Compiled code does so too if the content of the module has changed."""
         before, self.config = self.config, self._content()
         traced_stages.move(self, before, self.config)
         self.answered = ByName()
         self.bound: dict[str, tuple[AmaxMode, PlannedStage]] = {}
-        """The eager stage of this module where a graph has a template, by its name."""
+        """Template of a graph, by its name -> the mode and the eager stage of this module."""
         self.followed = ""
-        """The name among `bound` whose parameters the delayed states have."""
+        """The name in `bound` whose parameters the delayed states follow now."""
         self.answers: dict[str, dict[str, Quantizer]] = {}
         """What a recipe gave each slot, by the key of the recipe."""
         self.variants: dict[tuple[PlannedStage, bool | None, bool, bool], PlannedStage] = {}
-        """Stages whose weights are cached or whose gradients go elsewhere, by the stage without that."""
+        """Stages with cached weights or other gradient sinks, by the plain stage."""
         self.compared: set[tuple[str, tuple[str, ...]]] = set()
-        """Groups of ranks, and the formats that all of them use here."""
+        """Groups of ranks, with the formats on which all ranks agreed."""
         self.region = CallRegion()
         self.forget_stages()
 
     def require_alike(self, quantizers: tuple[Quantizer, ...], device: str, group: str) -> None:
-        """UserError on all ranks of the group if one has other formats here. They compare once, before they send."""
+        """UserError on all ranks of the group if their formats differ. They compare once, before they communicate."""
         if torch.compiler.is_dynamo_compiling():
             return
         names = tuple([fmt.name for one in quantizers for fmt in (one.rowwise, one.columnwise) if fmt is not None])
@@ -92,12 +92,12 @@ class Planner:
             self.compared.add((group, names))
 
     def retire(self) -> None:
-        """The module is no longer planned: graphs ask this planner no more, even while something still holds it."""
+        """The module follows no plan any more. Graphs no longer ask this planner, even if it is still referenced."""
         traced_stages.move(self, self.config, "")
         self.config = ""
 
     def forget_stages(self) -> None:
-        """Build stages anew at the next eager call, from the same answers."""
+        """Build stages again at the next eager call, from the same answers of recipes."""
         self.stages: dict[StageKey, PlannedStage] = {}
         self.last: tuple[StageKey, PlannedStage] | None = None
 
@@ -108,7 +108,7 @@ class Planner:
         return module
 
     def request(self, recipe: Recipe, call: Call | None = None) -> PlanRequest:
-        """What decides the module's plan under a recipe. `call` is one on the weight's device by default."""
+        """The request for the module's plan under a recipe. The default `call` is on the weight's device."""
         module = self.module
         weight = module.weights[0]
         call = call or Call(str(weight.device), weight.dtype)
@@ -135,7 +135,7 @@ class Planner:
         )
 
     def plan(self, recipe: Recipe, call: Call | None = None, mode: AmaxMode = AmaxMode.USE) -> LinearPlan:
-        """The plan under a recipe. A recipe that is a function is asked once per slot and never again."""
+        """The plan under a recipe. See `answer` for when the recipe is asked."""
         plan = build_plan(self.request(recipe, call), self.answer(recipe))
         if mode is AmaxMode.DEFER:  # its recompute takes the seeds of a forward with gradients
             plan = replace(plan, seeds=sum(operand.stream is not None for operand in plan.operands.values()))
@@ -147,7 +147,7 @@ class Planner:
         """The stage of a call, built once for each recipe, dtype, device, layout and pattern of gradients.
 
         `weight_grad`: whether a weight asks for a gradient. `weight_held`: the quantizer of a quantized weight.
-        `layout`: that of the call, if it is not the module's.
+        `layout`: the layout of the call, if it differs from the module's.
         """
         compiling = torch.compiler.is_dynamo_compiling()
         # A program of torch.export has no backward, whose blocks of rows would limit its batches.
@@ -185,7 +185,7 @@ class Planner:
         return stage
 
     def _content(self) -> str:
-        """A name for what decides the module's plans besides recipes, shared by equal modules. "" before `adopt`."""
+        """A name for what decides the module's plans besides recipes. Equal modules share it. "" before `adopt`."""
         module = self.module
         if "rules" not in module.__dict__:
             return ""
@@ -203,7 +203,7 @@ class Planner:
         group: str,
         quantizer: Quantizer | None,
     ) -> PlannedStage:
-        """`stage` in a trace: one for all modules of this content."""
+        """`stage` in a trace: all modules of this content share it."""
         config = self.config
         traced_stages.ask(config, recipe.key)
         if quantizer is not None and any(lacks_rowwise(weight) for weight in module.weights):
@@ -225,13 +225,13 @@ class Planner:
         return key.weight_is_cast == is_cast and key.weight_held == self._formats_of(module.weight_held)
 
     def _formats_of(self, quantizer: Quantizer | None) -> str:
-        """The formats of a quantized weight. A quantizer of a user's class has no equals."""
+        """The formats of a quantized weight. A quantizer of a user's class equals no other one."""
         if quantizer is None:
             return ""
         return quantizer.words if type(quantizer) is Quantizer else f"{quantizer.words}/{self.number}"
 
     def answer(self, recipe: Recipe) -> dict[str, Quantizer]:
-        """What a recipe gives each slot. A recipe that is a function is asked once per slot and never again."""
+        """The quantizer that a recipe gives each slot. A recipe that is a function is called once per slot."""
         key = recipe.key
         if key not in self.answers:
             drop_dead(self.answers)
@@ -245,7 +245,7 @@ class Planner:
     def template(
         self, name: str, recipe: Recipe, call: Call, mode: AmaxMode, alike: "Iterable[Planner]"
     ) -> PlannedStage:
-        """The stage for every module like this one, under its name in graphs."""
+        """The stage that all modules of equal content share in graphs, under its name."""
         module, plan = self.module, self.plan(recipe, call, mode)
         module.require_whole(module.weights)
         for planner in alike:
@@ -255,19 +255,19 @@ class Planner:
         return module.make_stage([LinearStage(each, GRADIENT, name) for each in plans])
 
     def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
-        """The delayed slot of this module that stands where a template names one."""
+        """The delayed slot of this module for a slot of a template."""
         _, stage = self._bound(plan)
         slot = getattr(stage.linears[member].plan, operand).context.slots[side]
         assert slot is not None
         return slot
 
     def eager_stage(self, plan: str, first: bool | None) -> PlannedStage:
-        """What an op of a graph runs for this module. `plan` is the name of its template, `first` as for `variant`."""
+        """The stage that an op of a graph runs for this module. `plan` names the template. `first`: see `variant`."""
         mode, stage = self._bound(plan)
         return self._variant(stage, first, overwrites=first is True and mode is not AmaxMode.USE and not in_backward())
 
     def _bound(self, name: str) -> tuple[AmaxMode, PlannedStage]:
-        """The mode and the eager stage of this module where a graph has the template of that name."""
+        """The mode and the eager stage of this module for the template of that name."""
         module = self.module
         if name not in self.bound:
             template: traced_stages.Template | None = getattr(traced_stages.PLANS, name, None)
@@ -284,13 +284,13 @@ class Planner:
         return mode, stage
 
     def _drop_dead_plans(self) -> None:
-        """Forget the plans of recipes that no call can name any more: a program may make a recipe for each step."""
+        """Forget the plans of recipes that no longer exist: a program may create a recipe for each step."""
         drop_dead(self.stages)
         live = {id(stage) for stage in (*self.stages.values(), *(stage for _, stage in self.bound.values()))}
         self.variants = {key: stage for key, stage in self.variants.items() if id(key[0]) in live}
 
     def _switch_to(self, plan: LinearPlan, mode: AmaxMode) -> None:
-        """Bring delayed states, and the next write into quantized weights, in line with the plan that calls follow."""
+        """Let delayed states, and the next write into quantized weights, follow this plan."""
         module = self.module
         if plan.is_delayed and mode is not AmaxMode.USE:
             delayed_states.states_for(module, plan)  # another recipe may have given the states other parameters since
@@ -333,7 +333,7 @@ class Planner:
         return self._with_states(plan, group, mode)
 
     def _with_states(self, plan: LinearPlan, group: str, mode: AmaxMode) -> Sequence[LinearPlan]:
-        """The plan of each linear with its places in the delayed states, which are made if they are not there yet."""
+        """The plan of each linear with its slots in the delayed states, which are created if they are absent."""
         module = self.module
         weights = module.weights
         if not plan.is_delayed:
@@ -346,7 +346,7 @@ class Planner:
         return [delayed_states.with_slots(plan, numbers, group, mode, member) for member in range(len(weights))]
 
     def prepare(self, recipe: Recipe) -> None:
-        """Make the states that delayed scaling under the recipe needs, so that checkpoints find them."""
+        """Create the states that delayed scaling under the recipe needs, so that checkpoints contain them."""
         weight = self.module.weights[0]
         call = Call(str(weight.device), weight.dtype, grads=(False, False))
         self._with_states(self.plan(recipe, call), "", AmaxMode.USE)

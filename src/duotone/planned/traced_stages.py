@@ -1,8 +1,8 @@
 """Stages of traced calls, by what decides them: modules of equal content share one stage, and so one graph.
 
-A trace reads a stage as an attribute of `PLANS`. The name of that attribute is a constant of the graph: it holds what
-decides the plan, and nothing that only one module has. What belongs to one module comes into the graph as a tensor:
-its parameters, its seed, and the `handle` that delayed scaling finds its states by.
+A trace reads a stage as an attribute of `PLANS`. The name of the attribute is a constant of the graph. It contains what
+decides the plan, and nothing that only one module has. Things of one module are tensors in the graph: its parameters,
+its seed, and the `handle` by which delayed scaling finds its states.
 """
 
 import itertools
@@ -65,7 +65,7 @@ class Key(NamedTuple):
     weight_held: str
     """The formats that the weight is held in, or ""."""
     input_held: str
-    """The same of the input."""
+    """The formats of a quantized input, or ""."""
 
 
 class Answers(dict[str, Quantizer]):

@@ -1,4 +1,4 @@
-"""What a module may ask of its weights beside the plan: cached planes, and gradients that go elsewhere."""
+"""Options of weights that are not part of the plan: cached planes, and gradients that do not go to autograd."""
 
 import weakref
 from collections import deque
@@ -44,7 +44,7 @@ class WeightOptions:
 
     @torch.no_grad()
     def backward_dw(self, module: "Planned") -> None:
-        """Compute the oldest gradient of each weight that a backward put off."""
+        """Compute the oldest delayed gradient of each weight."""
         if not module.delay_wgrad_compute or not any(weight.requires_grad for weight in module.weights):
             return
         if not any(self.queues.values()):

@@ -36,14 +36,14 @@ PRESERVES = "_preserves_init_values"
 
 
 def keep_initialiser(module: nn.Module, init_method: Callable[[Tensor], object] | None) -> None:
-    """Remember what fills the weights; before nn.Module's own constructor runs."""
+    """Remember the function that fills the weights. Call it before nn.Module's constructor."""
     module.__dict__[INITIALISER] = init_method
 
 
 def materialise(module: nn.Module) -> None:
-    """Bring what is on meta to the default device, or to that of its mesh, uninitialised but for delayed scales.
+    """Move parameters from meta to the default device, or to the device of their mesh. Only delayed scales have values.
 
-    Nothing happens while the default device is meta itself.
+    Nothing happens if the default device is meta.
     """
     device = torch.get_default_device()
     absent = [p for p in module.parameters(recurse=False) if p.is_meta]
@@ -55,9 +55,9 @@ def materialise(module: nn.Module) -> None:
 
 
 def initialise(module: nn.Module, default: Callable[[], None] | None = None) -> None:
-    """Materialise a module that is on meta, fill its parameters, and forget what was cached of them.
+    """Materialise a module that is on meta, and fill its parameters.
 
-    An `init_method` fills the weights and zeroes the biases; without one `default` does, or torch's for a linear.
+    An `init_method` fills the weights, and biases are zero. Without one, `default` or torch's rule for linears does.
     """
     if hasattr(module, "module_name"):  # at construction the caller's device decides
         materialise(module)
@@ -119,7 +119,7 @@ def quantized_parameter(
 
 
 def quantize_weights(module: "Planned") -> None:
-    """Inside of `quantized_model_init`, keep planes of the module's weights only."""
+    """Inside of `quantized_model_init`, replace the module's weights by quantized parameters."""
     region = construction()
     if region is None or not region.enabled:
         return
@@ -170,7 +170,7 @@ def replace(old: Tensor, new: nn.Parameter) -> None:
 
 
 def moved(parameter: QuantizedTensor, fn: Callable[[Tensor], Tensor]) -> None:
-    """Apply a module-wide conversion to a quantized parameter: device and nominal dtype follow, bytes stay."""
+    """Apply `fn` of `nn.Module._apply` to a quantized parameter: device and nominal dtype change, bytes do not."""
     probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
     if probe.device == parameter.device and probe.dtype == parameter.dtype:
         return
@@ -185,7 +185,7 @@ def moved(parameter: QuantizedTensor, fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def stay_quantized(parameter: "DTensor", shard: Tensor) -> None:
-    """Give a DTensor its quantized shard back after a conversion that left values: nominal dtype and device follow."""
+    """Give a DTensor its quantized shard back if a conversion dequantized it. Nominal dtype and device follow."""
     values = shard_of(parameter)
     if isinstance(shard, QuantizedTensor) and not isinstance(values, QuantizedTensor):
         planes = shard.planes.map(lambda part: part.to(values.device))
@@ -199,7 +199,7 @@ def mark_entries(state_dict: dict[str, Tensor], prefix: str, parameters: Iterabl
 
 
 def demand(parameter: QuantizedTensor, usage: Usage, module: str) -> None:
-    """Derive what a plan reads and the parameter lacks. MissingPlaneError, naming the module, where that would lose."""
+    """Derive planes that a plan reads and the parameter lacks. MissingPlaneError, with the module's name, if it loses."""
     try:
         with torch.inference_mode(False):  # an inference tensor could not be written in training
             parameter.update_usage(usage.rowwise or None, usage.columnwise or None)
@@ -208,7 +208,7 @@ def demand(parameter: QuantizedTensor, usage: Usage, module: str) -> None:
 
 
 def follow(parameter: QuantizedTensor, target: Quantizer) -> None:
-    """Describe later writes as a recipe wants them, if they are stored alike. Planes and bytes do not change."""
+    """Let later writes follow a quantizer of the same stored formats. Planes and bytes do not change."""
     quantizer = parameter.quantizer
     if type(target) is not Quantizer or type(quantizer) is not Quantizer or target == quantizer:
         return
@@ -223,7 +223,7 @@ def follow(parameter: QuantizedTensor, target: Quantizer) -> None:
 
 
 def _require_same_recipe(module: "Planned") -> None:
-    """UserError on all ranks if one shards the module under another recipe, which gathers could not tell."""
+    """UserError on all ranks if one of them shards the module under another recipe."""
     meshes = [holder.device_mesh for holder in module._parameters.values() if is_distributed(holder)]
     is_whole = meshes and not is_split(module)  # pieces of a weight become shards one after the other
     answers = module.plans.answer(module.recipe) if is_whole else {}
@@ -247,7 +247,7 @@ class ShardedParameters:
     sends_planes = False
     """Whether FSDP2 gathers planes of plain weights."""
     distributes: tuple[str, ...] = ()
-    """The parameters that may become DTensors otherwise than by FSDP2."""
+    """The parameters that may become DTensors by something else than FSDP2."""
 
     def __setattr__(self, name: str, value: object) -> None:
         """As nn.Module. FSDP2 sets shards and whole parameters in turn, where this is not nn.Module's `__setattr__`."""
@@ -258,20 +258,20 @@ class ShardedParameters:
             super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As nn.Module. UserError where a parameter would become a DTensor that has to stay plain."""
+        """As nn.Module. UserError if a parameter that must stay plain would become a DTensor."""
         if is_distributed(param) and not is_distributed(self._parameters.get(name)) and name not in self.distributes:
             self._refuse(name)
         super().register_parameter(name, param)  # type: ignore[misc]
 
     def register_load_state_dict_post_hook(self, hook: Callable[..., object]) -> object:
-        """As nn.Module. FSDP2 calls it as soon as it has replaced a parameter by its shard, which has to know so."""
+        """As nn.Module. FSDP2 calls it directly after it has replaced a parameter by its shard."""
         tell_shards(self._parameters.values())  # first: shards that it refuses would leave other ranks waiting
         _require_same_recipe(self)  # type: ignore[arg-type]
         send_planes(self)  # type: ignore[arg-type]
         return super().register_load_state_dict_post_hook(hook)  # type: ignore[misc]
 
     def require_whole(self, weights: Iterable[Tensor]) -> None:
-        """UserError where a weight is a DTensor in a forward: FSDP2 has gathered its own by then."""
+        """UserError if a weight is a DTensor in a forward. FSDP2 has gathered its weights by then."""
         if any(is_distributed(weight) for weight in weights):
             self._refuse("weight")
 
