@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38839
+LIBRARY_LINES = 38838
 TOOL_LINES = 7706
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -24,7 +24,7 @@ BUDGETS = {
     "cli": (1531, 2, 0),
     "comm": (172, 1, 0),
     "compat": (2481, 7, 0),
-    "conversion": (2681, 5, 0),
+    "conversion": (2680, 5, 0),
     "dispatch": (3490, 1, 0),
     "distributed": (456, 3, 0),
     "formats": (1495, 0, 0),

@@ -31,7 +31,7 @@ ELSEWHERE = {
     "optimize_for_gemm": "kernels lay scales out themselves: leave it out",
     "device": "results are on the device of what is quantized: leave it out",
 }
-"""Arguments of Transformer Engine's quantizers that are missing here, and what to do instead."""
+"""Arguments of Transformer Engine's quantizers that Duotone does not have -> what to do instead."""
 
 
 def _usage(side: str) -> property:

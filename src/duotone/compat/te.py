@@ -64,7 +64,7 @@ class Names(ModuleType):
 
 
 class Distribution(importlib.metadata.Distribution):
-    """What packages see that ask for the version of transformer-engine."""
+    """The metadata for packages that ask for the version of transformer-engine."""
 
     def read_text(self, filename: str) -> str | None:
         return (

@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 FLOOR = 1e-12
-"""A smaller amax counts as this there."""
+"""A smaller amax counts as this in torchao."""
 
 
 class ScalingType(Enum):

@@ -26,7 +26,7 @@ from duotone.recipes.schedule import Phase, Schedule
 from duotone.state.autocast_context import HIGH_PRECISION
 
 IGNORED = "_keys_to_ignore_on_save"
-"""Where models of transformers name tensors that `save_pretrained` leaves out."""
+"""The attribute in which models of transformers name tensors that `save_pretrained` leaves out."""
 
 
 def convert(

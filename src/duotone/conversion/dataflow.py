@@ -1,4 +1,4 @@
-"""Who reads which value in the forward of a module, from its source. Nothing runs, so every branch counts."""
+"""Which code reads which value in the forward of a module, from its source. Nothing runs, so all branches count."""
 
 import ast
 import inspect
@@ -17,7 +17,7 @@ NOTHING: Names = frozenset()
 
 @dataclass
 class Reads:
-    """Who reads a value: children, and the text of other code."""
+    """The readers of a value: children, and the text of other code."""
 
     children: list[tuple[str, int | str, bool]] = field(default_factory=list)
     """Path, index or name of the argument, and whether every call of the forward reads the value there."""
@@ -193,7 +193,7 @@ class Flows:
 
     def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
         self.is_leaf = is_leaf
-        """Says of a module whether it reads a value itself. Others are entered if they pass it on to their children."""
+        """Whether a module reads a value itself. Others are searched if they pass it to their children."""
         self.flows: dict[nn.Module, Flow | None] = {}
         self.code: dict[Callable[..., object], ast.FunctionDef | None] = {}
 
@@ -218,7 +218,7 @@ class Flows:
         return list(dict.fromkeys(path for path, _, _ in reads.children))
 
     def readers(self, module: nn.Module, child: str) -> tuple[dict[str, bool], list[str]]:
-        """Who reads the output of a child: modules by path, and whether they always do; the text of other code."""
+        """The readers of a child's output: modules by path, and whether they always read it; the text of other code."""
         reads = list(self._reads(module, f"self.{child}"))
         return {path: always for path, always, text in reads if not text}, [text for *_, text in reads if text]
 

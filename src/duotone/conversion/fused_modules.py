@@ -39,7 +39,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 class MLPPipeline:
-    """Linears of one input, an activation and a linear: the whole forward of a module."""
+    """The whole forward of a module: linears with the same input, an activation and a linear."""
 
     def __init__(self, owner: nn.Module, pattern: MLP) -> None:
         self.owner, self.pattern = owner, pattern
@@ -82,7 +82,7 @@ class MLPPipeline:
         return f"fused: {first}, {self.pattern.activation} and {self.pattern.last} are one pipeline"
 
     def run(self, x: Tensor) -> object:
-        """The output. Apart if the first linears have to run one by one."""
+        """The output. Raises `Apart` if the first linears have to run one by one."""
         return run(self.ops, x, (), None, self.owner)
 
 

@@ -29,17 +29,17 @@ NO_GEMM = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, Parametrizat
 
 LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 DESCRIPTIONS = frozenset({"shape", "dtype", "device", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda"})
-"""What code reads of a tensor without its values."""
+"""Attributes of a tensor that code reads without its values."""
 FIELDS = ("weight", "bias", "in_features", "out_features")
 FILLING = ("init", "reset")
-"""In the names of methods that fill parameters."""
+"""Parts of the names of methods that fill parameters."""
 
 Reasons = dict[str, Why]
 """By the full name of a module."""
 
 
 def left_alone(model: nn.Module) -> Reasons:
-    """The modules that convert leaves as they are although they may multiply by a matrix."""
+    """The modules that convert does not change although they may multiply by a matrix."""
     reasons: dict[str, Why | None] = {name: reason_left_alone(module) for name, module in model.named_modules()}
     modules = dict(model.named_modules())
     tied = {name: Why(Reason.TIED_EMBEDDING) for name in heads(model) if isinstance(modules[name], nn.Embedding)}
@@ -125,7 +125,7 @@ def _code_of(member: object) -> Iterator[CodeType]:
 
 
 def _loads(code: CodeType) -> Iterator[tuple[str, str, str]]:
-    """Each attribute that code loads, the attribute that it loads from that, and from that in turn; "" for none."""
+    """Each attribute that code loads, with the next two attributes of the same chain (`a.b.c`); "" for none."""
     chain: list[str] = []
     for instruction in dis.get_instructions(code):
         if instruction.opname in LOADS:

@@ -1,4 +1,4 @@
-"""The plan of a model: every GEMM of every module that follows plans, and what stays in high precision and why.
+"""The plan of a model: every GEMM of every planned module, and the reason for each module in high precision.
 
 A `Plan` is a value: its rows print as a table, filter, compare with another plan, and go to JSON.
 """
@@ -237,7 +237,7 @@ def _row(name: str, reason: str) -> PlanRow:
 
 
 def _why(module: nn.Module) -> Why | None:
-    """Why a module that convert does not concern has a row. None if it has none."""
+    """The reason in the row of a module that convert does not concern. None if it has no row."""
     if isinstance(module, nn.Linear):
         return Why(Reason.NOT_CONVERTED)
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):

@@ -1,4 +1,4 @@
-"""What convert says before it changes anything: rules that match nothing, and models that do not follow the recipe."""
+"""Warnings of convert, before it changes anything: rules without a match, and models that do not follow the recipe."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ def unmatched_rules(recipe: Recipe, rules: tuple[Rule, ...], places: Sequence[Pl
 
 
 def _unmatched_in(recipe: Recipe, subjects: Sequence[Subject]) -> list[Rule]:
-    """The unmatched rules of the recipe, of its base for the subjects that its rules leave, and of `evaluation`."""
+    """The unmatched rules of the recipe, of its base for subjects without a rule, and of `evaluation`."""
     rules = getattr(recipe, "rules", ())
     base = getattr(recipe, "base", None)
     below = [] if base is None else _unmatched_in(base, undecided(rules, subjects))

@@ -1,4 +1,4 @@
-"""convert_parameters: the weights of a whole model to other formats, or to high precision, or not at all."""
+"""convert_parameters: change the formats of all weights of a model, or nothing if one cannot change."""
 
 import dataclasses
 from collections import Counter

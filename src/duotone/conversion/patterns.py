@@ -1,7 +1,7 @@
 """Patterns that can run as pipelines: which modules are norms and MLPs, by their parts and by their values.
 
-A module is compared with the ops on random hidden states and random weights, in float64 on the CPU. Its parameters take
-no part, so models on meta, with weights of zero, or in few bits are compared too.
+A module is compared with the ops on random hidden states and random weights, in float64 on the CPU. The comparison does
+not use its parameters. So it works for models on meta, with weights of zero, or in few bits.
 """
 
 import copy
@@ -24,7 +24,7 @@ EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 """Names of the number that a norm adds to the variance."""
 
 TOLERANCE = 1e-5
-"""Of the largest value: above what a norm loses that computes in fp32, below the difference of two kinds of GELU."""
+"""Relative to the largest value: above the error of a norm in fp32, below the difference of two kinds of GELU."""
 
 UNIT = 8
 """Sizes of a module are compared at the same proportions, in this unit."""
@@ -169,7 +169,7 @@ def chain_of(module: nn.Module, plain: type[nn.Module]) -> Chain | None:
 
 
 def activation_of(module: nn.Module) -> str | None:
-    """The name in `ACTIVATIONS` of the function that a module without tensors is."""
+    """The name in `ACTIVATIONS` of the function that a module without tensors computes. None for another function."""
     if _holds_tensors(module):
         return None
     x = torch.linspace(-8, 8, 128, dtype=torch.float64, device="cpu").view(2, 64)
@@ -235,7 +235,7 @@ def _twin(module: nn.Module, plain: type[nn.Module]) -> nn.Module:
 
 
 def _values(module: nn.Module, x: Tensor) -> object:
-    """What the module gives in float64, without a trace in random numbers."""
+    """The output of the module in float64. The state of random generators stays."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.autocast(x.device.type, enabled=False):
         return module.forward(x)
 

@@ -1,4 +1,4 @@
-"""Targets: what convert makes follow plans. A linear, a module of Duotone, or the linears of a module of experts."""
+"""Targets of convert: a linear, a module of Duotone, or the linears of a module of experts."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,10 +31,9 @@ PARAMETRIZED = "_parametrized_class"
 
 @dataclass(frozen=True)
 class Target:
-    """What convert makes follow plans: `module`, or the linears of a module of experts over its `parameter`.
+    """A target of convert: `module`, or the linears of a module of experts over its `parameter`.
 
-    `name` is the name in its roles, `weight` one of its weights. `grads`: whether its input and its weight may need
-    gradients.
+    `name` is the name in roles, `weight` one of the weights. `grads`: whether input and weight may need gradients.
     """
 
     name: str
@@ -64,7 +63,7 @@ class Target:
         forwards.settle(module)
 
     def _converted(self) -> Planned:
-        """The module that follows plans, after a change of class where it needs one."""
+        """The module that follows plans, after a change of class if it needs one."""
         if self.parameter:
             return experts.adopt_experts(self.module)[self.parameter]
         if not isinstance(self.module, Planned):
@@ -125,7 +124,7 @@ def converted_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _parametrized_class(module: nn.Module) -> type[nn.Module]:
-    """The planned class of a parametrized module. torch gave that a class with a property for each tensor.
+    """The planned class of a parametrized module, whose class from torch has a property for each tensor.
 
     When torch removes the parametrizations, it gives the module the first base of its class: the converted class.
     """

@@ -40,7 +40,7 @@ def compare(
     publish: Callable[[Document], None] = lambda _: None,
     make: Callable[..., Trainer] = Trainer,
 ) -> Document:
-    """Train what is left of `runs`, which `plan_runs` made; gives the document of all of them.
+    """Train the unfinished runs among `runs`, which come from `plan_runs`. Returns the document of all runs.
 
     `publish` gets the partial document after each run, so that a later one that breaks loses none before it. A recipe
     that fails while it runs, or runs out of memory, has that as its error; the others go on. `make` is what trains.

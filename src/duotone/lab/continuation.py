@@ -47,7 +47,7 @@ def recipes_of(result: Document, path: Path) -> list[Recipe]:
 
 
 def take_over(runs: Sequence[Run], result: Document, steps: int) -> list[Run]:
-    """`runs`, with those that `result` holds to their last step of `steps` in their places."""
+    """`runs`, with complete runs of `result` (all `steps` steps) in their places."""
     whole = {(run.name, run.seed): run for run in runs_of(result) if run.is_over(steps) and not run.error}
     return [
         replace(whole[run.name, run.seed], recipe=run.recipe, label=run.label, is_observed=run.is_observed)

@@ -15,7 +15,7 @@ PIECE = 16_384
 """Length in bytes of one held-out piece of a long corpus."""
 
 EVERY = 20
-"""One piece of so many is held out."""
+"""One piece of this many is held out."""
 
 
 @dataclass(frozen=True)

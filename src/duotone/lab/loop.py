@@ -30,7 +30,7 @@ SAMPLES = 5
 
 
 class Progress:
-    """Listens to runs; this one says nothing. Steps count from one."""
+    """Listens to runs. This base class prints nothing. Steps count from one."""
 
     def expect(self, runs: int, steps: int) -> None:
         """`runs` runs follow, each of `steps` steps."""
@@ -50,7 +50,7 @@ class Progress:
 
 @dataclass
 class Run:
-    """One run: a recipe or a schedule by name, its part in a comparison, and what came of it.
+    """One run: a recipe or a schedule by name, its part in a comparison, and its results.
 
     `label` is its name in messages, unless empty. Only with `is_observed` it has statistics and memory.
     """

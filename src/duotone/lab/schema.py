@@ -146,7 +146,7 @@ class Observations(TypedDict):
 
 
 def observations(source: Mapping[str, Any] | None = None) -> Observations:
-    """What a run that has not started showed, or an entry; what that does not have is empty."""
+    """The observations of an entry, or empty ones. Missing lists are empty."""
     return cast(Observations, {key: [*(source or {}).get(key, ())] for key in Observations.__annotations__})
 
 

@@ -46,7 +46,7 @@ def advise(
     memory: int | None = None,
     size: tuple[int, int] | None = None,
 ) -> Advice:
-    """Encode samples of the operands of every linear in the formats of each candidate recipe, and tell what suits them.
+    """Encode samples of the operands of every linear in the formats of each candidate recipe, and rank the formats.
 
     One forward and backward run in high precision. `batch` is the argument of the model, a sequence of arguments, or a
     mapping of keywords. `loss(output)` gives a scalar; without it the output is the loss. Gradients, buffers and random

@@ -46,7 +46,7 @@ class Alarms:
     _last: int | None = None
 
     def check(self, step: int, rows: Sequence[Row], dead: Sequence[str]) -> list[Alarm]:
-        """The alarms that begin at `step`. A place is told again only after it was measured without that trouble.
+        """The alarms that begin at `step`. A place repeats an alarm only after a measurement without that problem.
 
         `rows` are in the order of the step's encodes, so that the first that is not finite is the origin. Others that
         follow are told only after a step without any.

@@ -33,7 +33,7 @@ WORST: dict[str, Callable[..., float]] = {
     "nan": sum,
     "inf": sum,
 }
-"""What trackers get of all modules together, for each role and direction."""
+"""The values that trackers get for each role and direction, and how those of all modules are combined."""
 
 
 class Monitor:
@@ -121,7 +121,7 @@ class Monitor:
         self._begin()
 
     def close(self) -> None:
-        """Write what is not written yet, and leave the model alone. A step that is not done is not written."""
+        """Write all finished steps, and stop observing the model. An unfinished step is not written."""
         self._is_closed = True
         self._open.close()
         if self._hook is not None:

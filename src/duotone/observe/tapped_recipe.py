@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TappedQuantizer:
-    """A quantizer that records each plane it makes. Equal to another where quantizer, role and store are.
+    """A quantizer that records each plane that it makes. Two are equal if quantizer, role and store are equal.
 
     All but `encode` is the inner quantizer's, so that tensors made by `make` and `quantize` carry that one, untapped.
     """

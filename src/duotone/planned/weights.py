@@ -199,7 +199,7 @@ def mark_entries(state_dict: dict[str, Tensor], prefix: str, parameters: Iterabl
 
 
 def demand(parameter: QuantizedTensor, usage: Usage, module: str) -> None:
-    """Derive planes that a plan reads and the parameter lacks. MissingPlaneError, with the module's name, if it loses."""
+    """Derive planes that a plan reads and the parameter lacks. MissingPlaneError, which names the module, on a loss."""
     try:
         with torch.inference_mode(False):  # an inference tensor could not be written in training
             parameter.update_usage(usage.rowwise or None, usage.columnwise or None)

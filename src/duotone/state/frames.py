@@ -1,4 +1,4 @@
-"""What a forward drew (seeds, delayed scales, its region), for the recompute of that very forward.
+"""Values of a forward (seeds, delayed scales, its region) for the recompute of the same forward.
 
 A checkpoint runs a forward in a frame, and again inside a backward. The frame is an object of torch that lives as long
 as the graph:

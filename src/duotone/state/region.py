@@ -1,4 +1,4 @@
-"""Open regions of `autocast` and `quantized_model_init`, and how a call runs: in which region and in which mode.
+"""Open regions of `autocast` and `quantized_model_init`, and the region and the mode of a call.
 
 There is one stack for each thread and async task, in eager and in traced code. A stack lives in a ContextVar, so an
 async task starts with the regions of its creator. Dynamo traces no ContextVar, but its guards read the attributes of a
@@ -68,7 +68,7 @@ class Region:
 
     is_open = True
     is_void = False
-    """Whether another thread or task left it than the one that entered it. A void region counts nowhere."""
+    """Whether a thread or task left the region that another one had entered. A void region counts nowhere."""
 
     in_capture = False
     """Whether a CUDA graph that is captured holds its entering."""
@@ -242,7 +242,7 @@ class AutocastRegion(Region):
 
 STACK: Stack[AutocastRegion] = Stack("duotone.autocast")
 STACK.shapes_only = (AutocastRegion(HighPrecision(), "", None),)
-"""Nothing draws a seed, and nothing records an amax of values that mean nothing."""
+"""While only shapes matter, no seed advances and no amax is recorded."""
 
 
 def active_region() -> AutocastRegion | None:
@@ -269,7 +269,7 @@ class CallRegion:
 
     def __init__(self) -> None:
         self.newest: tuple[AutocastRegion | None] | None = None
-        """Where the newest forward ran that a backward may follow."""
+        """The region of the newest forward that a backward may follow."""
 
     def now(self, mode: AmaxMode) -> AutocastRegion | None:
         """The region of this call: for a recompute that of its forward, which may have ended."""

@@ -1,4 +1,4 @@
-"""Who rolls delayed scales and when: regions of autocast their forward states, a backward all others.
+"""When delayed scales roll. A region of autocast rolls its forward states at its end. A backward rolls all others.
 
 One kernel rolls all states of a device.
 """
@@ -71,7 +71,7 @@ class Pending:
                 self.backward -= {Recording(state, each, captured) for each in (group, "")}
 
     def forget_failed(self) -> None:
-        """Forget what a failed backward left. Its amaxes stay in their histories and count in the next step."""
+        """Forget the recordings of a failed backward. Its amaxes stay in their histories and count in the next step."""
         if self.end is not None and self.end() is None:
             self.end = None
             self.backward.clear()
@@ -93,7 +93,7 @@ class Pending:
         roll(finished)
 
     def take(self) -> Recorded:
-        """What rolls now. A capture rolls what it has recorded itself; the rest waits for a backward outside of it."""
+        """The recordings that roll now. A capture rolls its own. Others wait for a backward outside of the capture."""
         captures = is_capturing()
         if not (captures or self.in_capture):
             finished, self.backward = self.backward, set()
@@ -119,7 +119,7 @@ THREADS: list[Pending] = []
 
 
 def pending() -> Pending:
-    """What waits in the calling thread. In a backward: in the thread that started it."""
+    """The pending states of the calling thread. In a backward: those of the thread that started it."""
     if torch_private.has_thread_object(KEY):
         return torch_private.thread_object(KEY)
     if torch_private.graph_task_id() != -1:
@@ -130,11 +130,11 @@ def pending() -> Pending:
 
 
 OTHERS = Pending()
-"""What waits for backwards in a thread that ran no forward."""
+"""The pending states of backwards in threads that ran no forward."""
 
 
 def end_of_region(region: AutocastRegion, *, failed: bool) -> None:
-    """Roll what forward recorded in a region that has ended. An open region of this thread and task takes it over."""
+    """Roll the forward states of a region that has ended. An open region of this thread and task takes them over."""
     finished, region.recorded = region.recorded, set()
     if failed:
         for recording in finished:
@@ -190,7 +190,7 @@ def roll(recorded: Recorded) -> None:
 
 
 def settle(states: Collection[DelayedState]) -> None:
-    """See which slots that started have scales now, by one look at each device."""
+    """Find out which started slots have scales now, with one copy from each device."""
     waiting = [state for state in states if state.started and state.looks()]
     for device in {state.scale.device for state in waiting}:
         on_device = [state for state in waiting if state.scale.device == device]
@@ -208,7 +208,7 @@ class RollTable:
     addresses: Tensor
     limits: Tensor
     alike: tuple[int, int] = (0, 0)
-    """Equal where states roll in one launch."""
+    """Equal for states that roll in one launch."""
 
 
 def roll_all(states: Iterable[DelayedState]) -> None:

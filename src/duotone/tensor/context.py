@@ -10,7 +10,7 @@ from duotone.comm import ShardContext
 
 
 class Slot:
-    """One place of delayed scaling: its scale, and where the amax goes."""
+    """One delayed scale, and the place that records its amax."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -28,7 +28,7 @@ class Slot:
         return self
 
     is_new = False
-    """Whether it takes its scale from the first tensor, which must then exist before the cast."""
+    """Whether the scale follows from the first tensor, which must then exist before the cast."""
 
     def events(self) -> tuple[int, int]:
         """How many amaxes so far did not enter the history because they were not finite, and how many were clamped."""
@@ -45,7 +45,7 @@ class Slot:
     def place_each(
         self, device: torch.device, count: int, distance: int, amaxes: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Like `place`, for the first of `count` slots that far apart. `amaxes` measures theirs, fp32 (count,)."""
+        """Like `place`, for the first of `count` slots, `distance` apart. `amaxes` measures all, fp32 (count,)."""
         raise NotImplementedError
 
     def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> list[Tensor]:
@@ -97,7 +97,7 @@ class QuantizeContext:
         return self._but(self.slots, seed)
 
     def fixed(self) -> "QuantizeContext":
-        """The context that later encodes like this one does now."""
+        """The context that encodes later as this one encodes now."""
         row, col = self.slots
         if row is col is None:
             return self

@@ -1,4 +1,4 @@
-"""What FSDP2's all-gathers of one parameter send, and the buffers in which its planes arrive.
+"""The planes that FSDP2's all-gathers of one parameter send, and the buffers in which planes arrive.
 
 A forward reads rowwise planes and a backward columnwise ones. If FSDP2 gathers the parameter for each of them, each
 gather sends that plane alone. A columnwise plane that follows from the rowwise one without loss never travels.
@@ -58,9 +58,9 @@ class Gathers:
         self.keeps_rowwise = False
         """Whether backward reads the rowwise plane too."""
         self.sent = self.valid = BOTH
-        """The planes that the last gather sent, and those that hold values since."""
+        """The planes that the last gather sent, and the planes that hold values now."""
         self.shard = self.whole = NOTHING
-        """What stays of this rank's planes, alive until copies of it are done, and the planes of all ranks."""
+        """This rank's parts that do not travel, alive until their copies are done, and the planes of all ranks."""
         self.source: object = None
         """What a forward sent last, in formats whose backward sends it again."""
         self.wires: tuple[list[Tensor], list[Tensor]] = [], []
@@ -72,7 +72,7 @@ class Gathers:
 
     @property
     def param(self) -> "FSDPParam | None":
-        """What FSDP2 has of this shard."""
+        """FSDP2's object for this shard."""
         return self._param() if self._param is not None else None
 
     @property
@@ -157,14 +157,14 @@ class Gathers:
 
     @property
     def _needs_columnwise(self) -> bool:
-        """Whether this pass, or one after it without a gather, reads the columnwise plane."""
+        """Whether this pass, or a later pass without a gather, reads the columnwise plane."""
         group = self.group
         if group is None or not group._reshard_after_forward or group._training_state is not self.states.FORWARD:
             return True
         return torch._C._current_graph_task_id() != -1  # the forward recomputes, and its backward gathers nothing
 
     def receive(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Bring `whole` up to date. Gives the buffers that FSDP2 has to free beside those of the first gather."""
+        """Update `whole`. Returns the buffers that FSDP2 has to free beside those of the first gather."""
         if self.whole == NOTHING:
             self._build([output.view(-1) for output in outputs])
             return tuple(self.derived)
@@ -245,7 +245,7 @@ def fsdp_groups() -> "Iterator[FSDPParamGroup]":
 
 
 def owners(shard: Tensor) -> "tuple[FSDPParam, FSDPParamGroup] | tuple[None, None]":
-    """What FSDP2 has of a shard, and those that it gathers with it."""
+    """FSDP2's object for a shard, and its group of parameters that are gathered together."""
     for group in fsdp_groups():
         for param in group.fsdp_params:
             if param._sharded_local_tensor is shard:

@@ -182,7 +182,7 @@ def _split_with_sizes(t: QuantizedTensor, sizes: Sequence[int], dim: int = 0) ->
 
 
 def _row_step(t: QuantizedTensor) -> int:
-    """Extents of the first dimension at whose multiples no plane is cut."""
+    """A split of the first dimension at multiples of this cuts no block of a plane."""
     row, col = t.planes
     step = math.lcm(row.format.alignment[0] if row else 1, col.format.alignment[1] if col else 1)
     return step // math.gcd(step, t.matrix_shape[0] // t.shape[0])

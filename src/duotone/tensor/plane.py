@@ -117,7 +117,7 @@ class Plane:
         return any(spec.entries[dim] is None for spec in self.format.parts(*self.shape).values())
 
     def copy_(self, other: "Plane", keep: Tensor | None = None) -> None:
-        """Take over the bytes of a plane with the same parts and shape. If `keep` is true on the device, stay."""
+        """Copy the bytes of a plane with the same parts and shape. If `keep` is true on the device, nothing changes."""
         for name, part in self.parts.items():
             new = other.parts[name]
             if new.dtype is torch.uint8 is not part.dtype:  # this plane's codes have the dtype of their element
@@ -137,7 +137,7 @@ class Planes(NamedTuple):
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """What a backward may have saved. Whoever writes to their addresses raises their versions."""
+        """Buffers that a backward may have saved. A write to their addresses must raise their versions."""
         return tuple([part for plane in self if plane is not None for part in plane.parts.values()])
 
     @property
@@ -304,7 +304,7 @@ def gather(plane: Plane, dim: int, group: str, count: int) -> Plane:
 
 @dataclass(eq=False, slots=True)
 class DeferredPlane:
-    """A plane that backward makes from tensors that are saved anyway: `make(*tensors)`."""
+    """A plane that backward computes from saved tensors: `make(*tensors)`."""
 
     make: Callable[..., Plane]
     tensors: tuple[Tensor | None, ...]

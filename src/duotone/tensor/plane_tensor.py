@@ -28,7 +28,7 @@ ENTRY = "_values_by_address"
 
 
 class PlaneTensor(Tensor):
-    """Shape (*lead, K), held as a rowwise plane (M, K) and a columnwise plane (K, M), either of them absent.
+    """Shape (*lead, K), held as a rowwise plane (M, K) and a columnwise plane (K, M). Either may be absent.
 
     The shape may be any view of (M, K). `quantizer` and `context` describe the next write: a shard has its group there,
     delayed scaling its slots. The context is never pickled. `is_piece`: the planes view a part of another tensor's.
@@ -89,7 +89,7 @@ class PlaneTensor(Tensor):
         return self.planes.aliased or (row is not None and row == col and self.quantizer.derives_columnwise)
 
     def get_usages(self) -> dict[str, bool]:
-        """Which planes are held; not what the quantizer would make."""
+        """Which planes the tensor holds, whatever its quantizer makes."""
         return {"rowwise": self._rowwise is not None, "columnwise": self._columnwise is not None}
 
     def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
@@ -186,7 +186,7 @@ class PlaneTensor(Tensor):
         return self._values_now().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The memory at `data_ptr()`; without bytes if this is no entry of a state_dict."""
+        """The memory at `data_ptr()`. It is empty if this is not an entry of a state_dict."""
         return self._values_now().untyped_storage() if is_entry(self) else super().untyped_storage()
 
     def _values_now(self) -> Tensor:
@@ -235,7 +235,7 @@ def values_as(t: PlaneTensor, dtype: torch.dtype) -> Tensor:
 
 
 def unshared(value: T) -> T | Tensor:
-    """`plain`, but never in the memory of one plane of two: writing there would set the planes apart."""
+    """`plain`, but a copy if the tensor has two planes: a write to one of them would make the planes differ."""
     values = plain(value)
     if isinstance(value, PlaneTensor) and None not in value.planes and not value.planes.aliased:
         assert isinstance(values, Tensor)

@@ -23,7 +23,7 @@ class AmaxNeeded(Exception):
 
 
 class AskingShard(ShardContext):
-    """Raises `AmaxNeeded` where shards have to agree."""
+    """Raises `AmaxNeeded` when shards have to agree."""
 
     def max(self, amax: Tensor) -> Tensor:
         raise AmaxNeeded(amax)

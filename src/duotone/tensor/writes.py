@@ -177,7 +177,7 @@ class Writes(PlaneTensor):
         return self.with_planes(planes, new.shape, dtype=new.dtype, device=new.device, is_piece=False)
 
     def update_quantizer(self, quantizer: Any) -> None:
-        """Describe later writes by another quantizer of the same formats, a value or a handle. The data stays.
+        """Let later writes follow another quantizer of the same formats, a value or a handle. The data stays.
 
         A handle that is bound to delayed-scaling slots hands them to the tensor too.
         """

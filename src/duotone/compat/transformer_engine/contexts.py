@@ -31,7 +31,7 @@ def capability() -> Version | None:
 
 
 def get_default_recipe() -> Recipe:
-    """What runs without a recipe: MXFP8 on Blackwell, current scaling on its workstation GPUs, else delayed scaling."""
+    """The default recipe: MXFP8 on Blackwell, current scaling on its workstation GPUs, else delayed scaling."""
     arch = capability() or HOPPER
     if arch >= WORKSTATION:
         return their.Float8CurrentScaling()
@@ -205,7 +205,7 @@ def _replaying(function: Callable[..., Result], tracker: "CudaRNGStatesTracker")
 def activation_recompute_forward(
     activation_recompute: bool = False, recompute_phase: bool = False
 ) -> contextlib.AbstractContextManager[None]:
-    """Nothing has to be told: modules notice that a backward runs their forward."""
+    """Does nothing: modules notice that a backward runs their forward."""
     return contextlib.nullcontext()
 
 
@@ -235,7 +235,7 @@ def get_cpu_offload_context(  # noqa: PLR0913 (Transformer Engine's vocabulary)
     retain_pinned_cpu_buffers: bool = False,
     offload_stream: object = None,
 ) -> tuple[contextlib.AbstractContextManager[object], Callable[[Tensor], Tensor]]:
-    """A context for each layer, and a function for its output, which changes nothing here."""
+    """A context for each layer, and a function for its output, which returns it unchanged."""
     for name, value in (("offload_weights", offload_weights), ("manual_synchronization", manual_synchronization)):
         if enabled and value:
             raise UserError(f"get_cpu_offload_context({name}=True) has no counterpart in Duotone; leave it out")

@@ -1,4 +1,4 @@
-"""Modules that take the arguments of Transformer Engine's, and fill their weights as those do.
+"""Modules with the arguments and initial weights of Transformer Engine's modules.
 
 Lightning knows modules of Transformer Engine by "transformer_engine.pytorch" in the name of their module.
 """
@@ -46,7 +46,7 @@ def constructor_arguments(*bases: type) -> frozenset[str]:
 
 
 def ranks(named: Options) -> int:
-    """How many ranks share the module."""
+    """The number of ranks that share the module."""
     group = named.get("tp_group")
     return named.get("tp_size", 1) if group is None else group.size()
 
