@@ -100,6 +100,20 @@ def test_several_outputs() -> None:
     assert same(a, want[0]) and same(b, want[1])
 
 
+def test_a_list_with_plain_tensors_writes_the_bits_of_single_operations() -> None:
+    """What is encoded was rounded once, also beside a bias in bf16."""
+    held = Quantizer(formats.get("fp8_e4m3_tensor")).quantize(torch.randn(64, 128).bfloat16())
+    bias, gradient = torch.randn(64).bfloat16(), torch.randn(64, 128).bfloat16()
+    tensors = [bias, held, bias.clone(), held.clone()]
+    alone = [t.clone() for t in tensors]
+    gradients = [bias * 2, gradient, bias, -gradient]
+    torch._foreach_add_(tensors, gradients, alpha=-0.03)
+    for t, g in zip(alone, gradients, strict=True):
+        t.add_(g, alpha=-0.03)
+    for got, want in zip(tensors, alone, strict=True):
+        assert torch.equal(got + 0, want + 0)
+
+
 def test_autograd_sees_writes() -> None:
     """core 34: a leaf that needs gradients refuses, a saved tensor notices, versions rise with quantize_ too."""
     w = torch.nn.Parameter(MX.quantize(X))

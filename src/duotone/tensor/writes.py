@@ -1,6 +1,6 @@
 """Every way of rewriting a quantized tensor. All checks come before the first byte, amax or collective."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -297,30 +297,46 @@ def run_in_place(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, 
     for target in targets:
         if isinstance(target, Writes):
             target.require_writable()
-    encoded = all(isinstance(t, PlaneTensor) and all(fmt != IDENTITY for fmt in t.formats) for t in targets)
-    widens = encoded and torch.Tag.nondeterministic_seeded not in func.tags
-    for part in (parts := _in_parts(func, args, kwargs))[:-1]:
-        _run_part(func, part, kwargs, widens)
-    return _run_part(func, parts[-1], kwargs, widens)
+    widens = torch.Tag.nondeterministic_seeded not in func.tags
+    result = None
+    for part in _in_parts(func, args, kwargs):
+        result = _run_part(func, part, kwargs, widens and all(map(_is_encoded, written_arguments(func, part, kwargs))))
+    return result
 
 
-def _in_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object]) -> list[Sequence[object]]:
-    """The arguments of an operation on lists, cut into lists of at most `AT_ONCE` elements or of one tensor."""
-    if not func._schema.name.startswith(("aten::_foreach", "aten::_fused")):
-        return [args]
+def _is_encoded(x: object) -> bool:
+    return isinstance(x, PlaneTensor) and all(fmt != IDENTITY for fmt in x.formats)
+
+
+def _in_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object]) -> Iterator[Sequence[object]]:
+    """The arguments of an operation on lists, cut into lists of at most `AT_ONCE` elements or of one tensor.
+
+    Tensors that are encoded and others are in different parts, since only the first compute in fp32.
+    """
     lists = [type(value) in (list, tuple) and bool(value) for value in args]
     others = [*kwargs.values(), *(value for value, is_list in zip(args, lists, strict=True) if not is_list)]
     is_shared = any(isinstance(each, Tensor) and each.numel() > 1 for each in others) or "out" in kwargs
-    if is_shared or len({len(value) for value, is_list in zip(args, lists, strict=True) if is_list}) != 1:
-        return [args]
-    starts, count = [0], 0
-    for at, tensor in enumerate(args[0]):
-        count += tensor.numel()
-        if count > AT_ONCE and at > starts[-1]:
-            starts.append(at)
-            count = tensor.numel()
-    spans = [slice(start, end) for start, end in zip(starts, [*starts[1:], None], strict=True)]
-    return [[value[s] if is_list else value for value, is_list in zip(args, lists, strict=True)] for s in spans]
+    lengths = {len(value) for value, is_list in zip(args, lists, strict=True) if is_list}
+    if not func._schema.name.startswith(("aten::_foreach", "aten::_fused")) or is_shared or len(lengths) != 1:
+        yield args
+        return
+    for places in _groups(args[0]):
+        yield [[value[i] for i in places] if is_list else value for value, is_list in zip(args, lists, strict=True)]
+
+
+def _groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    for kind in (True, False):
+        places, count = list[int](), 0
+        for at, tensor in enumerate(tensors):
+            if _is_encoded(tensor) is not kind:
+                continue
+            count += tensor.numel()
+            if places and count > AT_ONCE:
+                yield places
+                places, count = [], tensor.numel()
+            places.append(at)
+        if places:
+            yield places
 
 
 def _run_part(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], widens: bool) -> object:
