@@ -220,11 +220,16 @@ def test_a_captured_step_has_the_bits_of_eager_ones(masters, moments) -> None:
         assert torch.equal(bits(eager[2]), bits(captured[2]))
 
 
+@pytest.mark.parametrize("converts", [False, True], ids=["built", "converted"])
 @pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
-def test_a_quantized_model_learns(name) -> None:
+def test_a_quantized_model_learns(name, converts) -> None:
     recipe = recipes.load(name)
-    with duotone.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
-        layers = [duotone.Linear(256, 256, params_dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    if converts:
+        layers = [nn.Linear(256, 256, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        duotone.convert_parameters(duotone.convert(nn.Sequential(*layers), recipe), recipe)
+    else:
+        with duotone.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+            layers = [duotone.Linear(256, 256, params_dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     model = nn.Sequential(*layers)
     optimizer = AdamW(model.parameters(), lr=2e-3, master_weights=True)
     x, target = (torch.randn(128, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -1,6 +1,7 @@
 """The delayed-scaling states of a planned module: two submodules, which exist only while a recipe needs them."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -155,11 +156,11 @@ def local(x: object) -> object:
 
 
 def weight_context(module: "Planned", plan: LinearPlan, member: int = 0) -> QuantizeContext:
-    """The context that encodes a weight with the present scales of its state and records nothing."""
+    """The context that encodes a weight with the present scales of its state and records nothing. Codes are uint8."""
     state = module._modules.get(FORWARD_STATE)
     if not isinstance(state, DelayedState):
         return LOCAL
-    return with_slots(plan, (state.number, ""), "", AmaxMode.USE, member).weight.context
+    return replace(with_slots(plan, (state.number, ""), "", AmaxMode.USE, member).weight.context, typed=False)
 
 
 def largest(quantizer: Quantizer) -> list[float]:
