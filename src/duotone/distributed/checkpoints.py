@@ -23,11 +23,12 @@ from duotone.distributed.entries import (
     GROUP,
     Entry,
     as_tensor,
+    derived_keys,
     empty_state,
+    end_writes,
     group_entries,
     model_entries,
     named_parameters,
-    note_writes,
     optimizer_entries,
 )
 from duotone.errors import UserError
@@ -122,11 +123,11 @@ def load(
         optimizer.load_state_dict(_optimizer_state(model, optimizer, tensors))
     for key, entry in entries.items():
         entry.write(tensors[key])
-    note_writes(model)
+    end_writes(model)
     load_rng_state(model, _below(tensors, f"{mine}seeds."))
-    torch.set_rng_state(tensors[f"{mine}generator"])
+    torch.set_rng_state(tensors[f"{mine}generator"].cpu())  # a default device may be set
     if torch.cuda.is_available() and f"{mine}cuda_generator" in tensors:
-        torch.cuda.set_rng_state(tensors[f"{mine}cuda_generator"])
+        torch.cuda.set_rng_state(tensors[f"{mine}cuda_generator"].cpu())
     return _below(tensors, "extra.")
 
 
@@ -173,7 +174,9 @@ def _matching(
         stored, entries = _stored(path), model_entries(model, recipe_state(model))
     except UserError as error:
         problem = str(error)
-    unread = {key for key in stored if key.startswith("model.")}.difference(*_from_all(set(entries), group))
+    known = set[str]().union(*_from_all(set(entries), group))
+    known |= derived_keys(known)  # which older checkpoints hold, too
+    unread = {key for key in stored if key.startswith("model.")} - known
     try:
         _require_alike(path, entries, stored, sorted(unread))
     except UserError as error:

@@ -1,7 +1,7 @@
 """What a checkpoint of many ranks holds: plain tensors under flat names, cut over the ranks as their parameters are."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,10 +91,10 @@ def model_entries(model: nn.Module, leave_out: Iterable[str]) -> dict[str, Entry
 
 
 def _plane_entries(name: str, t: QuantizedTensor, cut: Cut | None) -> Iterator[tuple[str, Entry]]:
-    """The parts of both planes with the rows of the tensor first. A plane that views the other one is left out."""
+    """The parts of both planes with the rows of the tensor first, without a columnwise plane that can be derived."""
     planes: tuple[tuple[str, int, Plane | None], ...] = (
         ("rowwise", 0, t.planes.rowwise),
-        ("columnwise", 1, None if t.planes.aliased else t.planes.columnwise),
+        ("columnwise", 1, None if t.derives_columnwise else t.planes.columnwise),
     )
     for side, rows, plane in planes:
         for part, buffer in plane.parts.items() if plane is not None else ():
@@ -104,11 +104,24 @@ def _plane_entries(name: str, t: QuantizedTensor, cut: Cut | None) -> Iterator[t
             yield f"{name}.{side}.{plane.format.name}.{part}", Entry(live, cut if travels else None)
 
 
-def note_writes(model: nn.Module) -> None:
-    """Count a write of every quantized parameter, as `copy_` does."""
+def derived_keys(keys: Set[str]) -> set[str]:
+    """Names of the columnwise parts of tensors of which `keys` name rowwise parts alone."""
+    both = {key.partition(".columnwise.")[0] for key in keys if ".columnwise." in key}
+    rows = (key.split(".rowwise.") for key in keys if ".rowwise." in key)
+    return {f"{name}.columnwise.{part}" for name, part in rows if name not in both}
+
+
+def end_writes(model: nn.Module) -> None:
+    """Derive the planes that entries leave out, and count a write of every quantized parameter, as `copy_` does."""
     for parameter in model.parameters():
-        if isinstance(local(parameter), QuantizedTensor):
-            torch.autograd.graph.increment_version(local(parameter))
+        mine = local(parameter)
+        if isinstance(mine, QuantizedTensor):
+            row, col = mine.planes
+            if mine.derives_columnwise and not mine.planes.aliased and row is not None and col is not None:
+                derived = row.transposed()
+                assert derived is not None
+                col.copy_(derived)
+            torch.autograd.graph.increment_version(mine)
 
 
 def named_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
