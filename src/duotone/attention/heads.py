@@ -71,8 +71,8 @@ class Heads:
             )
         if not self.interleaved:  # cut before heads are told apart, so that a quantized tensor stays one
             parts = x.split([count * self.width for count in counts], dim=-1)
-            return tuple(part.unflatten(-1, (-1, self.width)) for part in parts)
-        groups = x.unflatten(-1, (self.groups, -1, self.width))
+            return tuple(part.reshape(*part.shape[:-1], -1, self.width) for part in parts)
+        groups = x.reshape(*x.shape[:-1], self.groups, -1, self.width)
         parts = groups.split([count // self.groups for count in counts], dim=-2)
         return tuple(part.flatten(-3, -2) for part in parts)
 
