@@ -108,7 +108,9 @@ def compare(part: moe.MoE, whole: moe.MoE, sizes: tuple[int, ...] = TOKENS) -> l
             same(p.grad, wanted[name], name)
     summed = part.router.weight.grad.float()
     dist.all_reduce(summed)
-    torch.testing.assert_close(summed, wanted["router.weight"].float(), rtol=2.0**-7, atol=2.0**-7)
+    expected = wanted["router.weight"].float()
+    # sums of the ranks and of one process are rounded to bf16, by 2^-9 each, and may cancel
+    torch.testing.assert_close(summed, expected, rtol=0, atol=2.0**-7 * expected.abs().max().item())
     return sent.bytes
 
 
