@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38838
+LIBRARY_LINES = 38871
 TOOL_LINES = 7706
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -26,7 +26,7 @@ BUDGETS = {
     "compat": (2481, 7, 0),
     "conversion": (2680, 5, 0),
     "dispatch": (3490, 1, 0),
-    "distributed": (456, 3, 0),
+    "distributed": (472, 3, 0),
     "formats": (1495, 0, 0),
     "integrations": (755, 11, 0),
     "kernels": (5044, 0, 0),
@@ -38,12 +38,12 @@ BUDGETS = {
     "optim": (838, 2, 0),
     "package": (341, 1, 0),
     "pipeline": (1524, 15, 0),
-    "planned": (3087, 15, 0),
+    "planned": (3088, 15, 0),
     "recipes": (2013, 6, 0),
     "report": (1736, 0, 0),
     "serving": (1402, 0, 0),
     "state": (1816, 11, 0),
-    "tensor": (2776, 16, 0),
+    "tensor": (2792, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 
