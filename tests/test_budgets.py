@@ -14,13 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38871
+LIBRARY_LINES = 38875
 TOOL_LINES = 7706
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2869, 20, 0),
+    "attention": (2873, 20, 0),
     "cli": (1531, 2, 0),
     "comm": (172, 1, 0),
     "compat": (2481, 7, 0),

@@ -118,7 +118,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             key_layer, value_layer = (x.to(query_layer.dtype) for x in cached)
         kind = mask_type(attn_mask_type or self.attn_mask_type)
         heads = query_layer, key_layer, value_layer
-        ranks = self.ranks(recipe, query_layer, key_layer, layout)
+        is_low, ranks = self.over_ranks(recipe, query_layer, key_layer, layout)
         seen = self.visible(
             (query_layer, key_layer),
             attention_mask,
@@ -129,7 +129,6 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             window_size=window_size,
             ranks=ranks,
         )
-        is_low = self.requested(recipe) and (ranks is not None or not self._leaves_to_ring(recipe))
         if is_low and self._pays(recipe, heads, layout, seen, kind, ranks):
             window = window_of(kind, window_size or self.window_size)
             return self._low_precision.run(heads, layout, seen, window, recipe, group, ranks)
@@ -143,15 +142,16 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         out = attend(query, key, value, **options, attn_mask=seen | nothing)
         return from_heads(out.masked_fill(nothing, 0), layout)
 
-    def ranks(self, recipe: Recipe, query: Tensor, key: Tensor, layout: str) -> Ranks | None:
-        """The ranks of torch's context_parallel, if they share the sequence of a call in low precision."""
-        axis = token_axis(layout)
-        return Ranks.now() if self.requested(recipe) and query.shape[axis] == key.shape[axis] else None
+    def over_ranks(self, recipe: Recipe, query: Tensor, key: Tensor, layout: str) -> tuple[bool, Ranks | None]:
+        """Whether a call may run in low precision, and the ranks that share its sequence.
 
-    def _leaves_to_ring(self, recipe: Recipe) -> bool:
-        """Whether torch's ring runs a call without `ranks`. RecipeError if the recipe is strict."""
-        if Ranks.now() is None:
-            return False
+        torch's ring takes other numbers of keys, in high precision: RecipeError if the recipe is strict.
+        """
+        if not self.requested(recipe):
+            return False, None
+        ranks, axis = Ranks.now(), token_axis(layout)
+        if ranks is None or query.shape[axis] == key.shape[axis]:
+            return True, ranks
         problem = (
             f"{self.module_name} runs in high precision: context_parallel has no products of codes with a cache or "
             "another number of keys"
@@ -159,7 +159,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         if recipe.strict:
             raise RecipeError(f"strict: {problem}; leave roles of module type 'dpa' in high precision, or strict false")
         warnings.warn(problem, stacklevel=3)
-        return True
+        return False, None
 
     def _kind_with_cache(self, name: str | None, is_plain: bool) -> str:
         name = name or self.attn_mask_type

@@ -47,8 +47,12 @@ def mask_type(name: str) -> MaskType:
 
 def window_of(kind: MaskType, size: Window | None) -> Window:
     """How many keys before and after its own position a query sees, -1 for all; causality allows none after."""
-    left, right = UNBOUNDED if size is None else size
-    if not (isinstance(left, int) and isinstance(right, int)) or min(left, right) < -1 or (kind.causal and right > 0):
+    left, right = size or UNBOUNDED
+    if (
+        (size and not all(isinstance(side, int) for side in size))
+        or min(left, right) < -1
+        or (kind.causal and right > 0)
+    ):
         allowed = "(left, 0)" if kind.causal else "(left, right)"
         raise UserError(f"window_size is {size}; give {allowed} with numbers from -1 on, -1 for no bound")
     return (left, 0) if kind.causal else (left, right)
@@ -154,7 +158,7 @@ class Masking:
             raise UserError(
                 "attention_mask is for unpacked sequences and types of padding or 'arbitrary'; leave it out"
             )
-        if any(each is not None for each in cu_seqlens) and not (self.is_packed or kind.padding):
+        if not (self.is_packed or kind.padding or (cu_seqlens[0] is None and cu_seqlens[1] is None)):
             raise UserError(
                 "cu_seqlens are for packed sequences ('thd') and types of padding; leave them out, or change the type"
             )

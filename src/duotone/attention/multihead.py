@@ -195,7 +195,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         heads, width = self.heads.count, self.core_attention.channels[0]
         inputs = (hidden, hidden if encoder is None else encoder)
         probes = [x.new_empty(()).expand(*x.shape[:-1], heads, width) for x in inputs]
-        ranks = self.core_attention.ranks(recipe, probes[0], probes[1], self.qkv_format)
+        _, ranks = self.core_attention.over_ranks(recipe, probes[0], probes[1], self.qkv_format)
         self.core_attention.visible((probes[0], probes[1]), mask, self.qkv_format, **masking, ranks=ranks)
 
     def _boundary(self, recipe: Recipe, is_turned: bool) -> tuple[bool, bool]:
