@@ -24,13 +24,25 @@ def script(folder: str) -> ModuleType:
 REFERENCE, FIGURES = script("api"), script("figures")
 
 
-@pytest.mark.parametrize("module", REFERENCE.MODULES)
+@pytest.mark.parametrize("module", [*REFERENCE.MODULES, *REFERENCE.READ])
 def test_the_reference_has_every_public_name(module: str) -> None:
     """Where it has not: python docs/api/make.py"""
-    if ".integrations." in module:
+    if module in REFERENCE.MODULES and ".integrations." in module:
         pytest.importorskip(module.rpartition(".")[2], reason="pip install '.[integrations]'", exc_type=ImportError)
     page = DOCS / "api" / f"{module.rpartition('.')[2]}.md"
     assert page.read_text() == REFERENCE.page(module)
+
+
+def test_each_module_of_the_integrations_has_a_page_with_what_is_public() -> None:
+    """Those beside it hold what these share. Names are read from the source, because no library is needed for that."""
+    for file in (DOCS.parent / "src" / "duotone" / "integrations").glob("[a-z]*.py"):
+        module = f"duotone.integrations.{file.stem}"
+        if module not in {*REFERENCE.MODULES, *REFERENCE.READ}:
+            assert file.stem in {"requirement", "run_state", "transformers_attention", "transformers_parallel"}, module
+            continue
+        page = (DOCS / "api" / f"{file.stem}.md").read_text()
+        public = re.findall(r"^(?:class|def) ([A-Za-z]\w*)", file.read_text(), re.MULTILINE)
+        assert public and not [name for name in public if f"{module}.{name}" not in page], module
 
 
 def test_public_names_have_docstrings() -> None:

@@ -3,9 +3,11 @@
 python docs/api/make.py
 """
 
+import ast
 import importlib
 import types
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 MODULES = {
@@ -21,6 +23,11 @@ MODULES = {
     "duotone.integrations.accelerate": "One line for [Accelerate](../trainers.md).",
     "duotone.integrations.lightning": "Plugins for [Lightning and Fabric](../trainers.md).",
 }
+READ = {
+    "duotone.integrations.torchtitan": "Entries of [torchtitan](../trainers.md#torchtitan), which has to be installed."
+}
+"""Modules that the site cannot import, because their library is absent: their pages are read from the source."""
+SOURCE = Path(__file__).parents[2] / "src"
 
 
 def names(module: str) -> list[str]:
@@ -32,10 +39,29 @@ def names(module: str) -> list[str]:
 
 
 def page(module: str) -> str:
+    if module in READ:
+        return f"# {module}\n\n{READ[module]}\n" + "".join(_entries(_tree(module), module, "##"))
     entries = [f"::: {module}.{name}\n" for name in names(module)]
     return "\n".join([f"# {module}\n", f"{MODULES[module]}\n", *entries])
 
 
+def _tree(module: str) -> ast.Module:
+    return ast.parse(SOURCE.joinpath(*module.split(".")).with_suffix(".py").read_text())
+
+
+def _entries(scope: ast.Module | ast.ClassDef, path: str, heading: str) -> Iterator[str]:
+    """The public classes and functions of a scope that have a docstring: heading, signature, docstring."""
+    for node in scope.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            name = f"{path}.{node.name}"
+            if not node.name.startswith("_"):
+                code = ast.unparse(node).splitlines()
+                signature = next(line for line in code if line.lstrip().startswith(("class ", "def "))).rstrip(":")
+                yield f"\n{heading} `{name}` {{#{name}}}\n\n    {signature}\n\n{text}\n"
+                if isinstance(node, ast.ClassDef):
+                    yield from _entries(node, name, f"{heading}#")
+
+
 if __name__ == "__main__":
-    for module in MODULES:
+    for module in (*MODULES, *READ):
         Path(__file__).with_name(f"{module.rpartition('.')[2]}.md").write_text(page(module))
