@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38875
+LIBRARY_LINES = 38888
 TOOL_LINES = 7706
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -38,11 +38,11 @@ BUDGETS = {
     "optim": (838, 2, 0),
     "package": (341, 1, 0),
     "pipeline": (1524, 15, 0),
-    "planned": (3088, 15, 0),
+    "planned": (3100, 15, 0),
     "recipes": (2013, 6, 0),
     "report": (1736, 0, 0),
     "serving": (1402, 0, 0),
-    "state": (1816, 11, 0),
+    "state": (1817, 11, 0),
     "tensor": (2792, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone.comm import group_ranks
+from duotone.dispatch.stages import amax_of
 from duotone.errors import RecipeError
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from duotone.pipeline.op import is_distributed
@@ -17,6 +18,7 @@ from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import AmaxMode
 from duotone.tensor import History, QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.plane_tensor import PlaneTensor
 
 if TYPE_CHECKING:
     from duotone.planned.planned import Planned
@@ -134,20 +136,30 @@ def set_aside(module: HoldsStates, state_dict: dict[str, Tensor], prefix: str) -
 
 
 def prepare_load(module: "Planned", state_dict: dict[str, Tensor], prefix: str) -> None:
-    """Give quantized weights a scale for the values of a checkpoint: its own, or a new one where it has none.
+    """Give quantized weights a scale for the values of a checkpoint: its own, or a new one where that would clip.
 
-    A module loads its parameters before its states, and values that are clipped by an old scale stay so.
+    A module loads its parameters before its states, and values that were clipped stay so. All ranks with a shard call.
     """
     state, start = module._modules.get(FORWARD_STATE), f"{prefix}{FORWARD_STATE}."
     if not isinstance(state, DelayedState):
         return
-    if f"{start}scale" in state_dict:
+    if has_scale := f"{start}scale" in state_dict:
         state._load_from_state_dict(state_dict, start, {}, False, [], [], [])
-        return
-    quantized = {name: p for name, p in module._parameters.items() if isinstance(local(p), QuantizedTensor)}
-    if any(not isinstance(local(state_dict.get(prefix + name, p)), QuantizedTensor) for name, p in quantized.items()):
-        slots = torch.arange(state.scale.numel(), device=state.scale.device)
-        state.forget(slots % FORWARD_SLOTS >= FIRST["weight"])
+    for name, parameter in module._parameters.items():
+        weight, values = local(parameter), local(state_dict.get(prefix + name))
+        if isinstance(weight, QuantizedTensor) and isinstance(values, Tensor) and not isinstance(values, PlaneTensor):
+            slots = [slot.index for slot in weight.context.slots if isinstance(slot, DelayedSlot)]
+            if slots and (not has_scale or _clips(state, slots[0], weight, values)):
+                state.forget(slots)
+                # the state loads after this, and torch completes a state_dict with the model's own
+                state_dict.update({f"{start}{part}": value.clone() for part, value in state.state_dict().items()})
+
+
+def _clips(state: DelayedState, slot: int, weight: QuantizedTensor, values: Tensor) -> bool:
+    """Whether the scale of a slot clips new values of a weight, on any rank with a shard of it."""
+    amax = amax_of(values.detach().reshape(len(values), -1)).to(state.scale.device)
+    amax = amax if weight.context.shard is None else weight.context.shard.max(amax)
+    return bool(amax * state.scale[slot] > state.largest[slot] * (1 + 2**-20))  # a scale is rounded
 
 
 def local(x: object) -> object:

@@ -1,6 +1,6 @@
 """DelayedState: the scales and the amax history of one module and direction, as module buffers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -172,10 +172,11 @@ class DelayedState(nn.Module):
         self.amax_history[0].zero_()
 
     @torch.no_grad()
-    def forget(self, slots: Tensor) -> None:
-        """Make slots new, whose mask is bool (n,)."""
-        self.amax_history.masked_fill_(slots, 0)
-        self.scale.masked_fill_(slots, 1)
+    def forget(self, slots: Sequence[int]) -> None:
+        """Make slots new."""
+        for slot in slots:
+            self.amax_history[:, slot].zero_()
+            self.scale[slot] = 1
         self._new = None
 
     @torch.no_grad()
