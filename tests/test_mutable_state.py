@@ -89,7 +89,7 @@ ALLOWED = {
     "planned.traced_stages._ANSWERS": GRAPHS,
     "planned.traced_stages._ANSWER_NUMBERS": GRAPHS,
     "planned.traced_stages._CONTENTS": GRAPHS,
-    "planned.traced_stages._PLANNERS": GRAPHS,
+    "planned.traced_stages._OWNERS": GRAPHS,
     "planned.traced_stages.RECOMPUTED": GRAPHS,
     "planned.traced_stages._NAMES": GRAPHS,
     "tensor.quantized.OPS": REGISTRY,

@@ -1,10 +1,11 @@
 """A compiled TransformerLayer that rounds stochastically has eager's outputs, gradients and seeds."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import duotone
@@ -64,11 +65,14 @@ def test_equal_layers_share_a_graph_for_each_flag(name: str) -> None:
     torch._dynamo.reset()
 
 
-def test_more_layers_than_dynamo_compiles_share_a_graph_of_attention_in_low_precision() -> None:
+@pytest.mark.parametrize("scaling", [duotone.Float8CurrentScaling, duotone.DelayedScaling])
+def test_more_layers_than_dynamo_compiles_share_a_graph_of_attention_in_low_precision(
+    scaling: Callable[..., recipes.Recipe],
+) -> None:
     """Dynamo gives up after 8 graphs of one function. Another model under another recipe compiles once beside it."""
     torch._dynamo.reset()
     own = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True, "qkv_weight_interleaved": False}
-    low = duotone.Float8CurrentScaling(fp8_dpa=True, fp8_mha=True)
+    low = scaling(fp8_dpa=True, fp8_mha=True)
     plain = duotone.Float8CurrentScaling()
     models = [nn.Sequential(*(duotone.TransformerLayer(16, 16, 1, **own) for _ in range(n))) for n in (9, 2)]
     x = torch.randn(4, 1, 16, requires_grad=True)
@@ -84,9 +88,59 @@ def test_more_layers_than_dynamo_compiles_share_a_graph_of_attention_in_low_prec
                 with duotone.autocast(recipe=recipe):
                     y = model(x)
                 y.square().sum().backward()
-                results.append([y, *(p.grad for p in model.parameters())])
+                results.append([y, *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())])
             assert all(torch.equal(*both) for both in zip(*results, strict=True))
     assert counter.frame_count == 2
     roles = {layer.self_attention.layernorm_qkv.output_quantizer_role for layer in models[0]}
     assert len(roles) == 9 and None not in roles
+    torch._dynamo.reset()
+
+
+class Attend(nn.Module):
+    """Attention beside a residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = duotone.DotProductAttention(1, 8, recipe=duotone.DelayedScaling(fp8_dpa=True, amax_history_len=2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.core(x, x + 1, x / 8).view_as(x)
+
+
+class Loop(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Attend() for _ in range(count)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", ["one by one", "loop over compiled", pytest.param("whole", marks=pytest.mark.slow)])
+def test_forty_cores_under_delayed_scaling_compile_once(kind: str) -> None:
+    """Each core has its own scales and histories, which roll as in eager code."""
+    torch._dynamo.reset()
+    m = Loop(40)
+    eager = copy.deepcopy(m)
+    counter = CompileCounterWithBackend("eager")
+    for i, block in enumerate(m.blocks):
+        if kind == "one by one":
+            block.compile(backend=counter, fullgraph=True)
+        elif kind == "loop over compiled":
+            m.blocks[i] = torch.compile(block, backend=counter, fullgraph=True)
+    if kind == "whole":
+        m.compile(backend=counter, fullgraph=True)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for _ in range(2):
+            x, results = torch.randn(4, 1, 1, 8), []
+            for model in (m, eager):
+                leaf = x.clone().requires_grad_()
+                y = model(leaf)
+                y.square().sum().backward()
+                results.append([y, leaf.grad, *(b.clone() for b in model.buffers())])
+            assert len(results[0]) == 2 + 40 * 6
+            assert all(torch.equal(*both) for both in zip(*results, strict=True))
+    assert counter.frame_count == 1
     torch._dynamo.reset()

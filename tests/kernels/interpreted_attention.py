@@ -16,6 +16,7 @@ from duotone.attention.low_precision import grouped
 from duotone.attention.masks import packed, padded, spans, whole
 from duotone.dispatch.attention import sight
 from duotone.kernels import attention
+from duotone.tensor.context import LOCAL
 from duotone.tensor.quantizer import Quantizer
 
 E4M3 = formats.get("fp8_e4m3_tensor")
@@ -70,7 +71,7 @@ def checks(everything: bool) -> Check:
         out, lse = attention.attend(codes, scales, None, (scale, causal, True, torch.float32), *sees, TILES)
         blocks = Blocks(scale, causal, 0.0, grouped(seen, groups), None, torch.float32)
         heads5 = (x.permute(0, 2, 1, 3).unflatten(1, (groups, -1)) for x in (qv, kv, vv))
-        same, logs = attend(*heads5, blocks, TileOperand(Quantizer(E4M3, E4M3), limit=1.0), None)
+        same, logs = attend(*heads5, blocks, TileOperand(Quantizer(E4M3, E4M3), LOCAL, 1.0), None)
         where = f"{queries} {keys} {causal} {width} {scale:.2f} {seen is not None}"
         difference = (out.permute(0, 2, 1, 3) - same.flatten(1, 2)).abs().amax() / same.abs().amax()
         yield f"output {where}: {difference.item():.1e}", bool(difference < BOUND)

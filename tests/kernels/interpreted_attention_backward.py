@@ -15,7 +15,7 @@ from duotone.dispatch.attention import sight
 from duotone.formats import Format
 from duotone.kernels import attention_backward
 from duotone.kernels.attention_backward import BackwardOperands, Operand, Weights
-from duotone.tensor.context import Slot
+from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.quantizer import Quantizer
 
 E5M2, HIGH = formats.get("fp8_e5m2_tensor"), None
@@ -80,7 +80,10 @@ def checks(everything: bool) -> Check:
         blocks = Blocks(width**-0.5, causal, 0.0, grouped(seen, groups), None, torch.float32)
         slot = Fixed()
         slots = (slot, slot) if name == DELAYED else (None, None)
-        of_p, of_ds = TileOperand(Quantizer(p, p), limit=1.0), TileOperand(Quantizer(ds, ds), slots)
+        of_p, of_ds = (
+            TileOperand(Quantizer(p, p), LOCAL, 1.0),
+            TileOperand(Quantizer(ds, ds), QuantizeContext(slots=slots)),
+        )
         out, lse = attend(values["q_row"], values["k_row"], values["v_row"], blocks, of_p, None)
         twin = blockwise.differentiate(blockwise.BackwardOperands(**values), out, lse, blocks, of_p, of_ds, None)
         saved = Operand(out.flatten(1, 2).transpose(1, 2).contiguous(), None)

@@ -568,7 +568,7 @@ def test_many_switches_between_training_and_evaluation_leak_nothing(recipe) -> N
         m(x)
         evaluate(m, x, torch.no_grad)
         evaluate(m, x, torch.inference_mode)
-        return census(), len(m.plans.stages), len(traced._PLANNERS), len(STATES)
+        return census(), len(m.plans.stages), len(traced._OWNERS), len(STATES)
 
     counted()
     before = counted()
@@ -586,14 +586,14 @@ def test_changing_roles_for_ever_leaks_no_registration() -> None:
 
     gc.collect()
     m = duotone.Linear(K, N)
-    before = len(traced._PLANNERS)
+    before = len(traced._OWNERS)
     for i in range(20):
         m.output_quantizer_role = QuantizerRole(name=str(i))
     copies = [copy.deepcopy(m) for _ in range(3)]
-    assert len(traced._PLANNERS) == before + 3
+    assert len(traced._OWNERS) == before + 3
     del copies
     gc.collect()
-    assert len(traced._PLANNERS) == before
+    assert len(traced._OWNERS) == before
 
 
 def test_a_weight_in_rowwise_mxfp8_costs_at_most_1_04_bytes_per_element() -> None:

@@ -4,8 +4,8 @@ The products are two ops of torch, so that a graph has one node for each and the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,8 +20,12 @@ from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, define_op
 from duotone.numbered import Numbered
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.planned.traced_stages import TracedSlot, owner_of
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.plane import Plane, Usage
+
+if TYPE_CHECKING:
+    from duotone.attention.low_precision import LowPrecision
 
 
 class Sizes(NamedTuple):
@@ -52,6 +56,21 @@ class Sizes(NamedTuple):
         return self.batch, self.groups, self.heads, self.queries, self.value_width
 
 
+class Call(NamedTuple):
+    """What decides the stage of a call besides the recipe: strings and numbers, which a graph holds as constants."""
+
+    recipe: str
+    device: str
+    group: str
+    mode: str
+    layout: str
+    causal: bool
+    dropout: float
+    tracks: bool
+    ranks: str
+    """The name of those that share the sequence, or ""."""
+
+
 STAGES: "Numbered[AttentionStage]" = Numbered()
 ROWWISE, COLUMNWISE = Usage(True, False), Usage(False, True)
 
@@ -74,50 +93,67 @@ class AttentionStage(Stage):
     weights: TileOperand
     scores_gradient: TileOperand
     scale: float
-    causal: bool
-    dropout: float
-    tracks: bool
     is_stochastic: bool
+    is_delayed: bool
     problem: AttentionProblem
     """Decides what runs calls, by `forward_kernel` and `backward_kernel`; "" are blocks of keys."""
 
     forward_kernel: str
     backward_kernel: str
     fast: bool
-    layout: str
     groups: int
     ranks: Ranks | None
     """The ranks that share the sequence. Keys and values are then those of all ranks."""
 
-    number: str = field(init=False)
+    call: Call
+    handle: Tensor | None = None
+    """In a graph, under delayed scaling: the number of the module, int64 (1,) on the CPU."""
+
+    number: str = ""
     """By which ops of a graph find the stage."""
 
     arity = (4,)
     refusal = "the operands of attention are quantized"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "number", STAGES.add(self))
+        if not self.number:
+            object.__setattr__(self, "number", STAGES.add(self))
+
+    def of_module(self, handle: Tensor) -> "AttentionStage":
+        """In a trace: the stage with the delayed slots of the module that `handle` names."""
+        operands = {}
+        for name in ("query", "key", "value", "gradient", "out", "weights"):
+            operand = getattr(self, name)
+            delayed = enumerate(operand.quantizer.delayed)
+            slots = [TracedSlot(self.number, 0, name, side, handle) if is_used else None for side, is_used in delayed]
+            operands[name] = replace(operand, context=replace(operand.context, slots=tuple(slots)))
+        return replace(self, handle=handle, **operands)
 
     @property
     def rolls_forward_alone(self) -> bool:
-        forward = (*self.query.context.slots, *self.key.context.slots, *self.value.context.slots, *self.weights.slots)
-        return any(forward) and not any((*self.scores_gradient.slots, *self.gradient.context.slots))
+        forward = (
+            *self.query.context.slots,
+            *self.key.context.slots,
+            *self.value.context.slots,
+            *self.weights.context.slots,
+        )
+        return any(forward) and not any((*self.scores_gradient.context.slots, *self.gradient.context.slots))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, seed: Tensor | None
     ) -> tuple[Tensor, Saved]:
-        batch, heads, queries, width = to_heads(q, self.layout).shape
-        keys, value_width = k.shape[token_axis(self.layout)], v.shape[-1]
+        batch, heads, queries, width = to_heads(q, self.call.layout).shape
+        keys, value_width = k.shape[token_axis(self.call.layout)], v.shape[-1]
         keys *= 1 if self.ranks is None else self.ranks.size
         sizes = Sizes(batch, self.groups, heads // self.groups, queries, keys, width, value_width)
-        usage = Usage(True, self.tracks)
+        usage = Usage(True, self.call.tracks)
         planes = self._encode(self.query, q, usage, seed), self._encode_all(self.key, k, usage, seed)
-        planes = *planes, self._encode_all(self.value, v, Usage(self.tracks, True), seed)
+        planes = *planes, self._encode_all(self.value, v, Usage(self.call.tracks, True), seed)
         row_scale, col_scale = self._scales_of_weights(next(iter(planes[0][0].parts.values())))
         parts = [part for each in planes for plane in each for part in plane.parts.values()]
-        out, lse = torch.ops.duotone.attend(parts, seen, seed, row_scale, sizes, q.dtype, self.number)
-        y = from_heads(out.flatten(1, 2), self.layout)
-        if not self.tracks:
+        out, lse = torch.ops.duotone.attend(parts, seen, seed, row_scale, sizes, q.dtype, self.number, self.handle)
+        y = from_heads(out.flatten(1, 2), self.call.layout)
+        if not self.call.tracks:
             return y, ()
         saved_out = self.out.encode(out, ROWWISE, seed)
         # Backward reads one plane of value: the columnwise one serves the product of forward alone.
@@ -127,11 +163,11 @@ class AttentionStage(Stage):
     def _encode(self, operand: HeadOperand, x: Tensor, usage: Usage, seed: Tensor | None) -> list[Plane]:
         """The planes of heads in the layout of the stage."""
         if isinstance(x, QuantizedTensor):
-            planes = operand.reuse(x, lambda codes: to_heads(codes, self.layout), usage)
+            planes = operand.reuse(x, lambda codes: to_heads(codes, self.call.layout), usage)
             if planes is not None:
                 return planes
             x = x.dequantize()
-        return operand.encode(to_heads(x, self.layout).unflatten(1, (self.groups, -1)), usage, seed)
+        return operand.encode(to_heads(x, self.call.layout).unflatten(1, (self.groups, -1)), usage, seed)
 
     def _encode_all(self, operand: HeadOperand, x: Tensor, usage: Usage, seed: Tensor | None) -> list[Plane]:
         """The planes of keys or values of all ranks. Codes travel where ranks agree on one scale."""
@@ -139,8 +175,8 @@ class AttentionStage(Stage):
             return self._encode(operand, x, usage, seed)
         x = x.dequantize() if isinstance(x, QuantizedTensor) else x
         if operand.context.shard is None:
-            return self._encode(operand, self.ranks.gathered(x, token_axis(self.layout)), usage, seed)
-        batch = to_heads(x, self.layout).shape[0]
+            return self._encode(operand, self.ranks.gathered(x, token_axis(self.call.layout)), usage, seed)
+        batch = to_heads(x, self.call.layout).shape[0]
         directions = [name for name, is_used in operand.usage(usage)._asdict().items() if is_used]
         planes = zip(self._encode(operand, x, usage, seed), directions, strict=True)
         return [self.ranks.gathered_plane(plane, direction, batch) for plane, direction in planes]
@@ -148,7 +184,7 @@ class AttentionStage(Stage):
     def _scales_of_weights(self, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The delayed scales of probabilities. Their largest magnitude is 1 in every step."""
         one = like.new_ones((1, 1), dtype=torch.float32)
-        row, col = self.weights.slots
+        row, col = self.weights.context.slots
         return row and row.scale_for(one), col and col.scale_for(one)
 
     def backward(self, dy: Tensor, saved: Saved, needs: Needs, *extra: Tensor) -> Gradients:
@@ -156,18 +192,18 @@ class AttentionStage(Stage):
         heads = dy.unflatten(-1, (-1, sizes.value_width))
         gradient = self._encode(self.gradient, heads, Usage(True, True), seed)
         parts = [part for plane in (*planes, *gradient) for part in plane.parts.values()]
-        call = parts, lse, seen, seed, scale, sizes, dy.dtype, self.number
+        call = parts, lse, seen, seed, scale, sizes, dy.dtype, self.number, self.handle
         gradients = torch.ops.duotone.attend_backward(*call)
         dq, dk, dv = (
-            from_heads(each.flatten(1, 2), self.layout).unflatten(-1, (-1, each.shape[-1])) for each in gradients
+            from_heads(each.flatten(1, 2), self.call.layout).unflatten(-1, (-1, each.shape[-1])) for each in gradients
         )
         if self.ranks is not None:
-            dk, dv = (self.ranks.summed(each, token_axis(self.layout)) for each in (dk, dv))
+            dk, dv = (self.ranks.summed(each, token_axis(self.call.layout)) for each in (dk, dv))
         return dq, dk, dv, None, None
 
     def operands(self, parts: Sequence[Tensor], sizes: Sizes, backward: bool) -> "list[dict[str, Plane]]":
         """The planes of query, key, value and, in backward, of the saved output and its gradient."""
-        both = self.tracks
+        both = self.call.tracks
         encodings = [
             (self.query, sizes.query, Usage(True, both)),
             (self.key, sizes.key, Usage(True, both)),
@@ -191,22 +227,23 @@ class OpCall(NamedTuple):
     sizes: Sequence[int]
     dtype: torch.dtype
     number: str
+    handle: Tensor | None
 
     @property
     def stage(self) -> AttentionStage:
         stage = STAGES.get(self.number)
         if stage is None:
             raise UserError("compiled attention ran after its module was gone; keep the module")
-        return stage
+        return stage if self.handle is None else cast("LowPrecision", owner_of(self.handle)).stage(stage.call)
 
     @property
     def options(self) -> Options:
-        return Options(self.stage.scale, self.stage.causal, self.stage.fast, self.dtype)
+        return Options(self.stage.scale, self.stage.call.causal, self.stage.fast, self.dtype)
 
     @property
     def blocks(self) -> Blocks:
         stage = self.stage
-        return Blocks(stage.scale, stage.causal, stage.dropout, self.seen, self.seed, self.dtype)
+        return Blocks(stage.scale, stage.call.causal, stage.call.dropout, self.seen, self.seed, self.dtype)
 
 
 def _attend(parts: list[Tensor], *arguments: object) -> tuple[Tensor, Tensor]:
@@ -264,7 +301,7 @@ HeadPlanes = tuple[dict[str, Plane], dict[str, Plane], dict[str, Plane], dict[st
 def _kernel_backward(call: OpCall, shape: Sizes, planes: HeadPlanes, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The products of backward in the FP8 kernel."""
     problem, gradient = call.stage.problem, call.stage.scores_gradient
-    slots = [slot for slot in gradient.slots if slot is not None]
+    slots = [slot for slot in gradient.context.slots if slot is not None]
     rounding = Rounding(
         problem.products["P^T dO"][0], problem.products["dS K"][0], call.p_scale, lse.new_ones(1) if slots else None
     )
@@ -307,18 +344,18 @@ def _empty(like: Tensor, shape: tuple[int, ...], dtype: object) -> Tensor:
 
 
 def _fake_attend(parts: list[Tensor], *arguments: object) -> tuple[Tensor, Tensor]:
-    *_, sizes, dtype, _ = arguments
+    *_, sizes, dtype, _, _ = arguments
     shape = Sizes(*sizes).output  # type: ignore[misc]
     return _empty(parts[0], shape, dtype), parts[0].new_empty((*shape[:-1], 1), dtype=torch.float32)
 
 
 def _fake_attend_backward(parts: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
-    *_, sizes, dtype, _ = arguments
+    *_, sizes, dtype, _, _ = arguments
     shape = Sizes(*sizes)  # type: ignore[misc]
     return tuple(_empty(parts[0], each, dtype) for each in (shape.query, shape.key, shape.value))
 
 
-_CALL = "Tensor? seen, Tensor? seed, Tensor? scale, SymInt[] sizes, ScalarType dtype, str number"
+_CALL = "Tensor? seen, Tensor? seed, Tensor? scale, SymInt[] sizes, ScalarType dtype, str number, Tensor? handle"
 _BACKWARD = f"attend_backward(Tensor[] parts, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor)"
 define_op(f"attend(Tensor[] parts, {_CALL}) -> (Tensor, Tensor)", _attend, _fake_attend)
 define_op(_BACKWARD, _attend_backward, _fake_attend_backward, tags=STATEFUL)

@@ -13,7 +13,7 @@ from duotone.dispatch.stages import stages_for
 from duotone.formats import IDENTITY, Format
 from duotone.formats.geometry import TENSOR
 from duotone.tensor import QuantizedTensor
-from duotone.tensor.context import LOCAL, QuantizeContext, Slot
+from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Usage
 from duotone.tensor.quantizer import Quantizer, encode_plane
 
@@ -31,7 +31,7 @@ class HeadOperand:
     """
 
     quantizer: Quantizer
-    context: QuantizeContext = LOCAL
+    context: QuantizeContext
     stream: int = 0
     """Its random numbers are those of the call's seed plus this."""
 
@@ -174,21 +174,18 @@ class TileOperand:
     """
 
     quantizer: Quantizer
-    slots: tuple[Slot | None, Slot | None] = (None, None)
-    """Where the scales of delayed directions come from, if they are not given with the call."""
-
+    context: QuantizeContext
     limit: float | None = None
     stream: int = 0
-    propagate: bool = True
 
     @property
     def is_new(self) -> bool:
         """Whether a delayed direction takes its scale from the first tensor."""
-        return any(slot is not None and slot.is_new for slot in self.slots)
+        return any(slot is not None and slot.is_new for slot in self.context.slots)
 
     def start(self, amaxes: Tensor) -> None:
         """Tell delayed directions the amaxes of all tiles before the first of them is encoded."""
-        for slot in self.slots:
+        for slot in self.context.slots:
             if slot is not None and amaxes.numel():
                 slot.scale_for(amaxes[None])
 
@@ -210,15 +207,14 @@ class TileOperand:
             fmt = fmt.tiled(TILE, TILE)
         matrix = as_rows(x, fmt)
         seed = None if seed is None else seed + self.stream
-        parts = fmt.encode(
-            matrix, scale=scale, seed=seed, plane=direction[:3], stages=stages_for(matrix), propagate=self.propagate
-        )
+        stages, propagate = stages_for(matrix), self.context.propagate
+        parts = fmt.encode(matrix, scale=scale, seed=seed, plane=direction[:3], stages=stages, propagate=propagate)
         return as_heads(Plane(fmt, parts, (matrix.shape[0], matrix.shape[1])), x.shape)
 
     def both(self, x: Tensor, like: torch.dtype, seed: Tensor | None) -> tuple[Tensor, Tensor]:
         """fp32 (*lead, M, K) -> what products multiply over K, and (*lead, K, M) over M."""
         flat = x.reshape(-1, x.shape[-1])
-        scales = [None if slot is None else slot.scale_for(flat) for slot in self.slots]
+        scales = [None if slot is None else slot.scale_for(flat) for slot in self.context.slots]
         row = self.rounded(x, "rowwise", like, scales[0], seed)
         if self.quantizer.rowwise == self.quantizer.columnwise and (self.quantizer.rowwise or IDENTITY).is_derivable:
             return row, row.mT

@@ -2,45 +2,31 @@
 
 import weakref
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from duotone.attention.attention_stage import AttentionStage
+from duotone.attention.attention_stage import STAGES, AttentionStage, Call
 from duotone.attention.conditioning import conditioned
 from duotone.attention.heads import token_axis
 from duotone.attention.masks import UNBOUNDED, Window, spans, whole
 from duotone.attention.picks import Pick
-from duotone.attention.products import BACKWARD_OPERANDS, FORWARD_OPERANDS, AttentionFormats
+from duotone.attention.products import BACKWARD_OPERANDS, FORWARD_OPERANDS, Slots
 from duotone.attention.ranks import Ranks
 from duotone.numbered import ByName, Numbered, constant_in_traces
 from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction, Refused, is_transformed
 from duotone.pipeline.op import is_autocast
 from duotone.planned.delayed_states import BACKWARD_STATE, FORWARD_STATE, agreed_history, largest, state_of
+from duotone.planned.traced_stages import numbered
 from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import AMAX_MODES, AmaxMode, mode_now
 from duotone.state.rolling import roll_after
-from duotone.tensor.context import Slot
+from duotone.tensor.context import QuantizeContext, Slot
 
 if TYPE_CHECKING:
     from duotone.attention.dot_product import DotProductAttention
-
-
-class Call(NamedTuple):
-    """What decides the stage of a call besides the recipe: strings and numbers, which a graph holds as constants."""
-
-    recipe: str
-    device: str
-    group: str
-    mode: str
-    layout: str
-    causal: bool
-    dropout: float
-    tracks: bool
-    ranks: str
-    """The name of those that share the sequence, or ""."""
 
 
 class Alike:
@@ -76,6 +62,7 @@ class LowPrecision:
 
     def __init__(self, module: "DotProductAttention") -> None:
         self._module = weakref.ref(module)
+        _, self.handle = numbered(self)
         self._stages: dict[Call, AttentionStage] = {}
 
     def forget_recipe(self, recipe: str) -> None:
@@ -112,7 +99,11 @@ class LowPrecision:
         tracks = tracks or mode is AmaxMode.DEFER  # so that every delayed scale is used as in the recompute
         where = recipe.key, str(q.device), group, mode.value, layout
         call = Call(*where, window == (-1, 0) and seen is None, module.dropout, tracks, ranks.name if ranks else "")
-        stage = _traced(getattr(module._alike, recipe.key), call) if compiling else self.stage(call)
+        if compiling:
+            stage = _traced(getattr(module._alike, recipe.key), call)
+            stage = stage.of_module(self.handle) if stage.is_delayed else stage
+        else:
+            stage = self.stage(call)
         draws = bool(call.dropout) or stage.is_stochastic
         seed = torch.randint(2**62, (1,), device=q.device) if draws else None
         operands = q, k, v, grouped(seen, module.num_gqa_groups), seed
@@ -137,30 +128,36 @@ class LowPrecision:
         """The stage of a call, with the states that delayed scaling needs."""
         stage = self._stages.get(call)
         if stage is None:
+            module = self._module()
+            assert module is not None
             drop_dead(self._stages)
-            stage = self._stages[call] = self._build(call)
+            stage = self._stages[call] = self.build(call, delayed_slots(module, call))
         return stage
 
-    def _build(self, call: Call) -> AttentionStage:
+    def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
+        context: QuantizeContext = getattr(self.stage(STAGES[plan].call), operand).context
+        slot = context.slots[side]
+        assert slot is not None
+        return slot
+
+    def build(self, call: Call, slots: Slots) -> AttentionStage:
+        """The stage of a call. In a graph, `AttentionStage.of_module` gives it the slots."""
         module, recipe = self._module(), recipe_of(call.recipe)
         assert module is not None
         formats = module.formats(recipe, call.device, call.ranks)
         scale = module.channels[0] ** -0.5 if module.softmax_scale is None else module.softmax_scale
-        slots = delayed_slots(module, formats, call)
         problem = formats.problem(module.channels, call.dropout, call.device)
-        heads = call.layout, module.num_gqa_groups, Ranks.named(call.ranks)
-        return formats.stage(module.module_name, problem, slots, recipe, scale, call.causal, call.tracks, heads)
+        return formats.stage(module.module_name, problem, slots, recipe, scale, call, module.num_gqa_groups)
 
 
-def delayed_slots(
-    module: "DotProductAttention", formats: AttentionFormats, call: Call
-) -> dict[str, tuple[Slot | None, Slot | None]]:
+def delayed_slots(module: "DotProductAttention", call: Call) -> Slots:
     """The slots of tensors with delayed scales: two each, in a state of forward and one of backward."""
+    formats = module.formats(recipe_of(call.recipe), call.device, call.ranks)
     delayed = formats.delayed((*FORWARD_OPERANDS, *BACKWARD_OPERANDS))
     if not delayed:
         return {}
     history, mode = agreed_history(delayed), AMAX_MODES[call.mode]
-    slots: dict[str, tuple[Slot | None, Slot | None]] = {}
+    slots = {}
     for name, tensors in ((FORWARD_STATE, FORWARD_OPERANDS), (BACKWARD_STATE, BACKWARD_OPERANDS)):
         state = state_of(module, name, 2 * len(tensors), history, call.device)
         state.largest = [one for tensor in tensors for one in largest(getattr(formats, tensor))]
@@ -169,11 +166,11 @@ def delayed_slots(
         for place, tensor in enumerate(tensors):
             row, col = getattr(formats, tensor).delayed
             places = (2 * place if row else None, 2 * place + 1 if col else None)
-            slots[tensor] = tuple(  # type: ignore[assignment]
+            slots[tensor] = tuple(
                 None if index is None else DelayedSlot(state.number, index, call.group, use, is_backward)
                 for index in places
             )
-    return slots
+    return slots  # type: ignore[return-value]
 
 
 def grouped(seen: Tensor | None, groups: int) -> Tensor | None:
@@ -203,7 +200,7 @@ def _traced_stage(number: str, *fields: object) -> str:
     """Build the stage of a traced call. Returns its name among `traced`, a constant of the graph."""
     call, alike = Call(*fields), _ALIKE[number]  # type: ignore[arg-type]
     if call not in alike.names:
-        stage = _module(number)._low_precision.stage(call)
+        stage = _module(number)._low_precision.build(call, {})
         alike.names[call] = f"stage_{stage.number}"
         setattr(alike.traced, alike.names[call], stage)
     return alike.names[call]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from duotone.attention.attention_stage import AttentionStage
+from duotone.attention.attention_stage import AttentionStage, Call
 from duotone.attention.head_planes import HeadOperand, TileOperand
 from duotone.attention.ranks import Ranks
 from duotone.comm import ShardContext
@@ -30,6 +30,9 @@ PRODUCTS = {
 
 FORWARD_OPERANDS, BACKWARD_OPERANDS = ("query", "key", "value", "s", "output"), ("do", "dp")
 """The tensors that have delayed scales, in the order of their slots: two each, rowwise first."""
+
+Slots = Mapping[str, tuple[Slot | None, Slot | None]]
+"""By tensor: the slots of its rowwise and its columnwise plane."""
 
 NO_SLOTS: tuple[Slot | None, Slot | None] = (None, None)
 
@@ -114,9 +117,8 @@ class AttentionFormats:
 
     @property
     def can_be_shared(self) -> bool:
-        """Whether equal formats mean the same in all modules: no scale is a module's, no quantizer is of the user."""
-        tensors = (*FORWARD_OPERANDS, *BACKWARD_OPERANDS)
-        return not self.delayed(tensors) and all(type(getattr(self, tensor)) is Quantizer for tensor in tensors)
+        """Whether equal formats mean the same in all modules: no quantizer is of a class of the user."""
+        return all(type(getattr(self, tensor)) is Quantizer for tensor in (*FORWARD_OPERANDS, *BACKWARD_OPERANDS))
 
     def crosses(self, tensor: str) -> bool:
         """Whether a neighbour may encode the tensor: under one scale of its own for all products."""
@@ -134,28 +136,27 @@ class AttentionFormats:
         self,
         name: str,
         problem: AttentionProblem,
-        slots: Mapping[str, tuple[Slot | None, Slot | None]],
+        slots: Slots,
         recipe: Recipe,
         scale: float,
-        causal: bool,
-        tracks: bool,
-        arrangement: tuple[str, int, Ranks | None],
+        call: Call,
+        groups: int,
     ) -> AttentionStage:
-        """What runs a call. `slots` are those of tensors with delayed scales; `tracks` whether backward may follow.
-
-        `arrangement` is the layout of heads, the number of groups, and the ranks that share the sequence."""
-        propagate = recipe.propagate_nonfinite
+        """What runs a call. `slots` are those of tensors with delayed scales; `groups` counts the heads of keys."""
         forward = "" if problem.forward_refusal() else KERNEL
         backward = "" if problem.backward_refusal() else problem.backward_kernel
 
-        layout, groups, ranks = arrangement
-        shard = None if ranks is None else ShardContext(ranks.group)
+        is_delayed = bool(self.delayed((*FORWARD_OPERANDS, *BACKWARD_OPERANDS)))
+        ranks = Ranks.named(call.ranks)
+        shard = None if ranks is None or is_delayed else ShardContext(ranks.group)
+
+        def context(tensor: str) -> QuantizeContext:
+            return QuantizeContext(slots=slots.get(tensor, NO_SLOTS), propagate=recipe.propagate_nonfinite)
 
         def heads(tensor: str, stream: int, serving: str = "") -> HeadOperand:
-            context = QuantizeContext(slots=slots.get(tensor, NO_SLOTS), propagate=propagate)
-            operand = HeadOperand.of(getattr(self, tensor), context, stream)
-            if tensor not in slots and operand.is_whole:
-                operand = replace(operand, context=replace(context, shard=shard))
+            operand = HeadOperand.of(getattr(self, tensor), context(tensor), stream)
+            if operand.is_whole:
+                operand = replace(operand, context=replace(operand.context, shard=shard))
             return replace(operand, serving=serving) if self.is_dequantized and serving else operand
 
         value, gradient = heads("value", 2, "columnwise"), heads("do", 3)
@@ -166,20 +167,18 @@ class AttentionFormats:
             value=replace(value, serving="") if forward and value.serving == "rowwise" else value,
             gradient=replace(gradient, serving="") if backward == KERNEL else gradient,
             out=heads("output", 4),
-            weights=TileOperand(self.s, slots.get("s", NO_SLOTS), 1.0, 0, propagate),
-            scores_gradient=TileOperand(self.dp, slots.get("dp", NO_SLOTS), None, 1 << 20, propagate),
+            weights=TileOperand(self.s, context("s"), 1.0, 0),
+            scores_gradient=TileOperand(self.dp, context("dp"), None, 1 << 20),
             scale=scale,
-            causal=causal,
-            dropout=problem.dropout,
             problem=problem,
             forward_kernel=forward,
             backward_kernel=backward,
             fast=recipe.fprop_fast_accum,
-            layout=layout,
             groups=groups,
             ranks=ranks,
-            tracks=tracks,
+            call=call,
             is_stochastic=self.is_stochastic,
+            is_delayed=is_delayed,
         )
 
 

@@ -57,10 +57,7 @@ class Planner:
         """Whether the user knows that a quantized weight computes in high precision."""
         self.tapped: Callable[[Recipe], Recipe] | None = None
         """During a sampled step: replaces the recipe of an eager call by one that also records."""
-        self.number = traced_stages.number(self)
-        with torch.inference_mode(False):
-            self.handle = torch.tensor([int(self.number)], dtype=torch.int64, device="cpu")
-        """`number` as int64 (1,) on the CPU. Graphs find the states of this module by it."""
+        self.number, self.handle = traced_stages.numbered(self)
         self.config = ""
         self.forget()
 

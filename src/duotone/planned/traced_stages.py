@@ -9,7 +9,7 @@ import itertools
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -83,7 +83,15 @@ class Template(NamedTuple):
     mode: AmaxMode
 
 
-_PLANNERS: "Numbered[Planner]" = Numbered()
+class OwnsSlots(Protocol):
+    """What the delayed slots of a module are known by: a planner, or the stages of attention."""
+
+    def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
+        """The slot of this module that stands where a template names one."""
+        ...
+
+
+_OWNERS: Numbered[OwnsSlots] = Numbered()
 _ALIKE: "dict[str, weakref.WeakSet[Planner]]" = {}
 """Planners by the content of their modules."""
 
@@ -123,19 +131,25 @@ def shared(answers: Mapping[str, Quantizer], unique_name: str) -> Answers:
     return result
 
 
-def number(planner: "Planner") -> str:
-    """A number for a planner. Ops of a graph find it by that as long as its module lives."""
-    return _PLANNERS.add(planner)
+def numbered(owner: OwnsSlots) -> tuple[str, Tensor]:
+    """A new number, also as int64 (1,) on the CPU: what one module alone has comes into graphs through it."""
+    number = _OWNERS.add(owner)
+    with torch.inference_mode(False):
+        return number, torch.tensor([int(number)], dtype=torch.int64, device="cpu")
 
 
-def planner_of(handle: Tensor) -> "Planner":
-    """The planner whose number an int64 (1,) on the CPU holds. UserError if its module is gone."""
-    planner = _PLANNERS.get(str(handle.item()))
-    if planner is None:
+def owner_of(handle: Tensor) -> OwnsSlots:
+    """Whose number a handle holds. UserError if its module is gone."""
+    owner = _OWNERS.get(str(handle.item()))
+    if owner is None:
         raise UserError(
             "compiled code of a module ran after the module was gone or reverted; keep it until backward ends"
         )
-    return planner
+    return owner
+
+
+def planner_of(handle: Tensor) -> "Planner":
+    return cast("Planner", owner_of(handle))
 
 
 @dataclass(frozen=True)
@@ -169,7 +183,7 @@ class TracedSlot(Slot):
 
 
 def _slot(handle: Tensor, *place: Any) -> Slot:
-    return planner_of(handle).slot(*place)
+    return owner_of(handle).slot(*place)
 
 
 def _produced(what: str, inputs: Inputs, eps: float, row: str, col: str, propagate: bool, *place: Any) -> list[Tensor]:
