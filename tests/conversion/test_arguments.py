@@ -161,6 +161,21 @@ def test_a_trace_works_in_high_precision_and_is_one_line_elsewhere(name) -> None
     assert torch.equal(torch.jit.trace(plain, x)(longer), plain(longer))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("kind", [duotone.LayerNormMLP, duotone.ops.Sequential])
+def test_a_trace_of_modules_that_run_ops_as_one_is_refused_in_one_line(kind: type[nn.Module]) -> None:
+    """They call none of their ops as a module."""
+    m = duotone.LayerNormMLP(32, 64, recipe=MXFP8)
+    m = m if kind is duotone.LayerNormMLP else kind(*m.children())
+    x, longer = torch.randn(4, 32), torch.randn(6, 32)
+    with pytest.raises(
+        UserError, match=r"torch.jit.trace cannot record \w+ under .* use torch.export or torch.compile"
+    ):
+        torch.jit.trace(m, x)
+    with torch.no_grad(), duotone.autocast(enabled=False):
+        assert torch.equal(torch.jit.trace(m, x)(longer), m(longer))
+
+
 def test_an_export_to_onnx_is_refused_in_one_line_before_torch_reports() -> None:
     from torch.onnx._internal.exporter import _capture_strategies, _flags
 

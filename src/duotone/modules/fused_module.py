@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from duotone.ops.sequential import Member, is_plain, run_modules
+from duotone.ops.sequential import Member, RunsOps, is_plain, run_modules
 from duotone.pipeline.slot_roles import KnownRoles
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class ModuleGroup(KnownRoles, nn.Module):
         _call_each(reversed(list(self.children())), "backward_dw")
 
 
-class FusedModule(ModuleGroup):
+class FusedModule(RunsOps, ModuleGroup):
     """Runs its children in order, neighbouring ops as one pipeline. A subclass only builds them."""
 
     @property

@@ -18,7 +18,18 @@ Member = Op | nn.Module
 NOTHING: Mapping[int, Keywords] = {}
 
 
-class Sequential(KnownRoles, nn.Sequential):
+class RunsOps(KnownRoles):
+    """Mixed in before an nn.Module that runs ops as pipelines, which calls none of them as a module."""
+
+    def _slow_forward(self, *inputs: object, **options: object) -> object:
+        """The forward that nn.Module takes while torch.jit.trace records."""
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, Op):
+                module.refuse_jit_trace(inputs)
+        return super()._slow_forward(*inputs, **options)  # type: ignore[misc]
+
+
+class Sequential(RunsOps, nn.Sequential):
     """nn.Sequential whose ops run as pipelines; other modules, and ops with hooks, are called by themselves.
 
     Further inputs of a call go to the ops that take some, in order, but for those that take a channel. Further outputs

@@ -186,16 +186,21 @@ class Op(Channels, KnownRoles):
         return recipe if recipe.evaluation is None or self.training else recipe.evaluation  # type: ignore[attr-defined]
 
     def _slow_forward(self, *inputs: object, **options: object) -> object:
-        """The forward that nn.Module takes while torch.jit.trace records, which quantized products cannot be."""
+        """The forward that nn.Module takes while torch.jit.trace records."""
+        self.refuse_jit_trace(inputs)
+        return super()._slow_forward(*inputs, **options)  # type: ignore[misc]
+
+    def refuse_jit_trace(self, inputs: Sequence[object]) -> None:
+        """UserError for what torch.jit.trace cannot record: quantized products, and those that autograd follows."""
         recipe = self._recipe_in_use
         tensors = itertools.chain(inputs, self.parameters())  # type: ignore[attr-defined]
         tracked = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
         if type(recipe) is not type(HIGH_PRECISION) or tracked:
             raise UserError(
                 f"torch.jit.trace cannot record {type(self).__name__} under recipe {recipe.name}: trace within "
-                "torch.no_grad() and duotone.autocast(enabled=False), or call duotone.revert(model) before"
+                "torch.no_grad() and duotone.autocast(enabled=False), call duotone.revert(model) before, or use "
+                "torch.export or torch.compile"
             )
-        return super()._slow_forward(*inputs, **options)  # type: ignore[misc]
 
     def forward(self, x: Tensor, *extra: object, is_first_microbatch: bool | Tensor | None = None) -> Outputs:
         return run((self,), x, extra, is_first_microbatch, self)
