@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38944
+LIBRARY_LINES = 39083
 TOOL_LINES = 7706
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -22,7 +22,7 @@ BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 BUDGETS = {
     "attention": (2902, 20, 0),
     "cli": (1531, 2, 0),
-    "comm": (172, 1, 0),
+    "comm": (199, 1, 0),
     "compat": (2481, 7, 0),
     "conversion": (2680, 5, 0),
     "dispatch": (3490, 1, 0),
@@ -31,19 +31,19 @@ BUDGETS = {
     "integrations": (755, 11, 0),
     "kernels": (5044, 0, 0),
     "lab": (3684, 13, 0),
-    "linear": (1895, 5, 0),
+    "linear": (1896, 5, 0),
     "modules": (706, 1, 0),
     "observe": (2310, 6, 0),
     "ops": (1454, 0, 0),
     "optim": (838, 2, 0),
     "package": (341, 1, 0),
     "pipeline": (1529, 15, 0),
-    "planned": (3111, 15, 0),
+    "planned": (3174, 15, 0),
     "recipes": (2013, 6, 0),
     "report": (1736, 0, 0),
     "serving": (1402, 0, 0),
-    "state": (1817, 11, 0),
-    "tensor": (2792, 16, 0),
+    "state": (1832, 11, 0),
+    "tensor": (2825, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

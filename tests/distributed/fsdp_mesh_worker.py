@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import warnings
 from pathlib import Path
 
 import checks
@@ -207,14 +206,15 @@ def quantized_weights_are_cut_by_both_dimensions(folder: Path) -> None:
 
 
 @check
-def weights_that_tensor_parallelism_cuts_travel_as_they_are(folder: Path) -> None:
+def weights_that_tensor_parallelism_cuts_travel_as_planes(folder: Path) -> None:
+    """The whole amax spans both dimensions of the mesh, those of rows and columns one each."""
     over = mesh()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        both = shard(cut(duotone.gather_quantized(network("mxfp8")), over), over)
-    assert any("0.weight travels in high precision: it lies as" in str(each.message) for each in caught), caught
-    for got, want in zip(train(both), train(cut(network("mxfp8"), over)), strict=True):
-        same(got, want)
+    for name in ("fp8-current", "mxfp8", "fp8-rowwise", "nvfp4", "fp8-delayed"):
+        split, both = (cut(network(name), over) for _ in range(2))
+        shard(duotone.gather_quantized(both), over)
+        for got, want in zip(train(both), train(split), strict=True):
+            same(got, want, name)
+        assert all(hasattr(both[at].weight._local_tensor, "fsdp_pre_all_gather") for at in (0, 2)), name
 
 
 if __name__ == "__main__":

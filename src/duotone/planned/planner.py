@@ -26,7 +26,7 @@ from duotone.planned import delayed_states, traced_stages
 from duotone.planned.opaque_stage import OpaqueStage
 from duotone.planned.traced_stages import Call, Key, TracedSlot
 from duotone.planned.weight_options import WeightOptions
-from duotone.planned.weights import demand, follow, lacks_rowwise
+from duotone.planned.weights import demand, follow, lacks_rowwise, records_amaxes
 from duotone.recipes.recipe import Recipe, drop_dead
 from duotone.state import seeds
 from duotone.state.autocast_context import active_region
@@ -205,6 +205,8 @@ class Planner:
         traced_stages.ask(config, recipe.key)
         if quantizer is not None and any(lacks_rowwise(weight) for weight in module.weights):
             traced_stages.refuse_recompute()
+        if quantizer is not None and any(records_amaxes(weight) for weight in module.weights):
+            traced_stages.refuse_amaxes()
         is_cast = module.weights[0].dtype is not info.dtype
         input_held = "" if info.quantizer is None else info.quantizer.words
         where = (info.place, str(info.dtype), group, is_cast, self._formats_of(quantizer), input_held)

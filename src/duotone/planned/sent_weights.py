@@ -11,20 +11,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from duotone.comm import group_size
+from duotone.comm.pieces import piece_of
 from duotone.dispatch.stages import amaxes_of
 from duotone.errors import UserError
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plane_source import STEPS
 from duotone.pipeline.op import is_distributed
+from duotone.planned import delayed_states
 from duotone.planned.split_parameters import is_split
 from duotone.planned.traced_stages import Call
 from duotone.state.region import active_recipe
-from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer
-from duotone.tensor.fsdp import BEFORE
+from duotone.tensor import QuantizedTensor, Quantizer
+from duotone.tensor.context import FixedScale, QuantizeContext, Slot
+from duotone.tensor.fsdp import BEFORE, cuts_of
 from duotone.tensor.gathers import COLUMNWISE, ROWWISE, Gathers, fsdp_groups
 from duotone.tensor.plane import Planes, Usage
 from duotone.tensor.plane_tensor import PlaneTensor
-from duotone.tensor.shards import AnsweredShard, AskingShard, agree, ask, spans
+from duotone.tensor.shards import AnsweredShard, agree, ask, spans
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from duotone.planned.planned import Planned
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+SIDES = ROWWISE, COLUMNWISE
 
 
 def gather_quantized(model: nn.Module) -> nn.Module:
@@ -41,9 +46,8 @@ def gather_quantized(model: nn.Module) -> nn.Module:
 
     For converted linears and Duotone modules, before or after `fully_shard`, and before the first forward. Parameters,
     gradients, optimizer states and checkpoints stay plain. A weight keeps the formats of its first forward. Some travel
-    as they are, with a warning: weights in pieces, packed ones, and those whose shards are uneven, cut blocks, are
-    offloaded to the CPU or are spread over a second mesh. UserError if a recipe rounds weights stochastically or scales
-    them by their history.
+    as they are, with a warning: weights in pieces, packed ones, those on the CPU, and those that FSDP2 cuts along
+    columns. UserError if a recipe rounds weights stochastically, and in compiled code if it scales them by history.
     """
     for module in model.modules():
         if hasattr(module, "sends_planes"):
@@ -61,39 +65,34 @@ def send_planes(module: "Planned") -> None:
         module.sends_planes = False
         return
     weight = module.plans.plan(active_recipe() or module.recipe).weight
-    for name, parameter in module.named_parameters(recurse=False):
-        if not is_distributed(parameter) or not any(parameter is each for each in module.weight_parameters):
+    names = {id(parameter): name for name, parameter in module.named_parameters(recurse=False)}
+    for member, parameter in enumerate(module.weight_parameters):
+        if not is_distributed(parameter) or hasattr(parameter._local_tensor, PRE):
             continue
-        shard = parameter._local_tensor
-        if hasattr(shard, PRE):
-            continue
-        if weight.quantizer.is_stochastic or any(weight.quantizer.delayed):
+        if weight.quantizer.is_stochastic:
             raise UserError(
                 f"{module.module_name}: {weight.quantizer} does not encode a weight twice alike; use another recipe, "
                 "or quantized parameters (duotone.convert_parameters)"
             )
-        if reason := _refusal(parameter, shard, weight):
-            warnings.warn(f"{module.module_name}.{name} travels in high precision: {reason}", stacklevel=2)
+        if reason := _refusal(parameter, weight.quantizer):
+            name = f"{module.module_name}.{names[id(parameter)]}"
+            warnings.warn(f"{name} travels in high precision: {reason}", stacklevel=2)
             continue
-        sent = SentWeight(module, shard)
-        setattr(shard, PRE, sent)
-        setattr(shard, POST, sent.after_gather)
+        SentWeight(module, member, parameter)
 
 
-def _refusal(parameter: "DTensor", shard: Tensor, weight: OperandPlan) -> str:
+def _refusal(parameter: "DTensor", quantizer: Quantizer) -> str:
     """Why planes of a DTensor's shards do not travel, or ""."""
-    dims = [at for at, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if len(dims) != 1 or not parameter.placements[dims[0]].is_shard(0) or weight.context.shard is not None:
-        return f"it lies as {parameter.placements}; planes travel over one mesh that cuts its rows"
+    cuts = cuts_of(parameter)
+    if not cuts or cuts[0][1] != 0:
+        return f"it lies as {parameter.placements}; planes travel over a mesh that cuts its rows"
     if parameter.dim() != 2:
         return "it is packed"
+    shard = parameter._local_tensor
     if shard.device.type != parameter.device_mesh.device_type:
         return f"its shards are on {shard.device}"
-    rows, ranks = parameter.shape[0], parameter.device_mesh.size(dims[0])
-    row, col = weight.formats
-    step = max(row.alignment[0] if row else 1, col.alignment[1] if col else 1)
-    if rows % (ranks * step):
-        return f"its {rows} rows over {ranks} ranks do not end on blocks of {step}"
+    if any(quantizer.delayed) and not encodes_itself(quantizer):
+        return f"{quantizer} gives a delayed scale to something else than the weight"
     return ""
 
 
@@ -102,8 +101,11 @@ class SentWeight:
 
     __signature__ = BEFORE
 
-    def __init__(self, module: "Planned", shard: Tensor) -> None:
-        self.module, self.shard = module, shard
+    def __init__(self, module: "Planned", member: int, parameter: "DTensor") -> None:
+        self.module, self.member = module, member
+        self.shard, mesh = parameter._local_tensor, parameter.device_mesh
+        self.cuts = [(mesh.get_group(at).group_name, dim) for at, dim in cuts_of(parameter)]
+        """The groups of ranks that cut the weight, and the dimension that each cuts. The first one is of FSDP2."""
         self.weight: OperandPlan | None = None
         self.gathers = Gathers((None, None), False)
         self.stamp: tuple[int, ...] = ()
@@ -111,26 +113,38 @@ class SentWeight:
         """Whether a forward has sent it since. The next one measures anew: writes through `.data` leave no version."""
         self.amaxes: dict[Usage, Tensor] = {}
         """The amax of all shards for each plane that needs one, since the writes that `stamp` counts."""
+        self.slots: dict[Usage, tuple[Slot, FixedScale]] = {}
+        """The slots of delayed planes, each with its scale in the last forward."""
         STEPS.register()
+        setattr(self.shard, PRE, self)
+        setattr(self.shard, POST, self.after_gather)
 
     def __call__(
         self,
         mesh: "DeviceMesh",
-        outer_size: object,
+        outer_size: torch.Size,
         outer_stride: object,
         module: object,
         mp_policy: "MixedPrecisionPolicy",
     ) -> tuple[tuple[Tensor, ...], "SentWeight"]:
-        del outer_size, outer_stride, module
+        del outer_stride, module
         if self.weight is None:
-            self.prepare(mp_policy.param_dtype or self.shard.dtype, mesh.get_group().group_name)
+            self.prepare(mp_policy.param_dtype or self.shard.dtype, outer_size[0])
         in_forward = torch._C._current_graph_task_id() == -1
         if self.stamp != self.writes or (self.is_sent and in_forward):
             agree_on_amaxes([*self.of_model()])
-        self.is_sent |= in_forward
+        if in_forward:
+            self.is_sent = True
+            for side, (slot, now) in self.slots.items():
+                now.scale = slot.upcoming(self.amaxes[side])
         if not self.gathers.derives:
             self.gathers.keeps_rowwise |= self.module.differentiates_rowwise
-        return self.gathers.send(mesh, self.planes, self.amaxes.get(ROWWISE)), self
+        source = self.slots[ROWWISE][1].scale if ROWWISE in self.slots else self.amaxes.get(ROWWISE)
+        sent = self.gathers.send(mesh, self.planes, source)
+        if not self.is_even and (param := self.gathers.param) is not None:
+            self.padded = param.padded_sharded_param_size
+            param.padded_sharded_param_size = self.shard.shape  # else it asks for buffers of the padded shape
+        return sent, self
 
     def after_gather(
         self,
@@ -140,29 +154,44 @@ class SentWeight:
         *,
         out: PlaneTensor | None = None,
     ) -> tuple[PlaneTensor, tuple[Tensor, ...]] | None:
+        if not self.is_even and (param := self.gathers.param) is not None:
+            param.padded_sharded_param_size = self.padded
+
         def whole(planes: Planes) -> PlaneTensor:
-            shape = torch.Size((self.shard.shape[0] * self.gathers.count, self.shard.shape[1]))
             assert self.weight is not None
-            return QuantizedTensor(planes, self.weight.quantizer, shape, param_dtype)
+            return QuantizedTensor(
+                planes, self.weight.quantizer, torch.Size((self.rows, self.shard.shape[1])), param_dtype
+            )
 
         return self.gathers.deliver(outputs, out, whole)
 
-    def prepare(self, dtype: torch.dtype, group: str) -> None:
-        """Choose the formats, those of the call that gathers first. `group`: the ranks of the shards."""
-        call = Call(str(self.shard.device), dtype)
-        self.weight = self.module.plans.plan(active_recipe() or self.module.recipe, call).weight
-        self.dtype, self.answers = dtype, AnsweredShard(group)
-        self.asking, self.answered = (
-            replace(self.weight.context, shard=shard) for shard in (AskingShard(""), self.answers)
-        )
-        self.gathers = Gathers(self.weight.formats, self.weight.quantizer.derives_columnwise)
+    def prepare(self, dtype: torch.dtype, rows: int) -> None:
+        """Choose the formats, those of the call that gathers first. `rows`: those of the weight."""
+        plan = self.module.plans.plan(active_recipe() or self.module.recipe, Call(str(self.shard.device), dtype))
+        self.weight, self.dtype, self.rows = plan.weight, dtype, rows
+        row, col = plan.weight.formats
+        self.step = max(row.alignment[0] if row else 1, col.alignment[1] if col else 1)
+        self.is_even = rows % (group_size(self.cuts[0][0]) * self.step) == 0
+        self.gathers = Gathers((row, col), plan.weight.quantizer.derives_columnwise)
+        self.gathers.rows = None if self.is_even else rows
         self.gathers.find(self.shard)
+        self.amax_cuts = {side: self._cuts_that_share(side) for side in SIDES}
+        self.slots, slots = {}, (None, None)
+        if any(plan.weight.quantizer.delayed):
+            delayed_states.states_for(self.module, plan)
+            slots = delayed_states.weight_context(self.module, plan, self.member).slots
+            self.slots = {side: (slot, FixedScale(self.shard)) for side, slot in zip(SIDES, slots, strict=True) if slot}
+            slots = tuple(self.slots[side][1] if side in self.slots else None for side in SIDES)
+        self.answers = {side: AnsweredShard(*next(iter(cuts), self.cuts[0])) for side, cuts in self.amax_cuts.items()}
+        self.contexts = {side: replace(plan.weight.context, shard=self.answers[side], slots=slots) for side in SIDES}
 
-    @property
-    def repeats(self) -> bool:
-        """Whether planes encode the shard itself, by Quantizer's own encode."""
-        quantizer = self.weight and self.weight.quantizer
-        return type(quantizer) is Quantizer and quantizer.columnwise_source == "original"
+    def _cuts_that_share(self, side: Usage) -> list[tuple[str, int]]:
+        """The cuts whose ranks agree on an amax before they encode a plane."""
+        fmt = self.gathers.formats[0 if side is ROWWISE else 1]
+        if fmt is None or (side is COLUMNWISE and self.gathers.derives):
+            return []
+        turned = side is COLUMNWISE and not fmt.is_derivable
+        return [cut for cut in self.cuts if fmt.is_delayed or spans(fmt, 1 - cut[1] if turned else cut[1])]
 
     @property
     def writes(self) -> tuple[int, ...]:
@@ -179,18 +208,28 @@ class SentWeight:
                 sent = getattr(param._sharded_local_tensor, PRE, None)
                 if isinstance(sent, SentWeight):
                     if sent.weight is None:
-                        sent.prepare(param.param_dtype or param.orig_dtype, param.shard_mesh.get_group().group_name)
+                        sent.prepare(param.param_dtype or param.orig_dtype, param._orig_size[0])
                     yield sent
 
-    def plane(self, usage: Usage, context: QuantizeContext) -> Planes:
-        """The plane that `usage` names, of this shard."""
+    def plane(self, side: Usage, context: QuantizeContext) -> Planes:
+        """The plane that `side` names, of this rank's rows."""
         assert self.weight is not None
-        return self.weight.quantizer.encode(self.shard.detach().to(self.dtype), usage, context)
+        values = self.shard.detach().to(self.dtype)
+        if not self.is_even:
+            values = piece_of(values, self.rows, self.step, self.cuts[0][0])
+        return self.weight.quantizer.encode(values, side, context)
+
+    def amax(self, side: Usage) -> Tensor:
+        """What an encode of this rank's rows asks all shards to agree on."""
+        context = self.contexts[side]
+        amax = ask(lambda shard: self.plane(side, replace(context, shard=shard)), self.answers[side].dim)
+        assert amax is not None
+        return amax
 
     def agreed(self, side: Usage) -> Planes:
-        """The plane under what all shards agreed on."""
-        self.answers.answers[:] = [self.amaxes[side]] if side in self.amaxes else []
-        return self.plane(side, self.answered)
+        """The plane that `side` names under what all shards agreed on."""
+        self.answers[side].answers[:] = [self.amaxes[side]] if side in self.amaxes else []
+        return self.plane(side, self.contexts[side])
 
     def planes(self, usage: Usage) -> Planes:
         derives = self.gathers.derives
@@ -199,33 +238,41 @@ class SentWeight:
             return Planes(row, row.transposed() if usage.columnwise else None)
         return Planes(row, self.agreed(COLUMNWISE).columnwise if usage.columnwise else None)
 
-    @property
-    def sides(self) -> Iterator[Usage]:
-        """The planes that are encoded under a scale which spans the shards."""
-        row, col = self.gathers.formats
-        if row is not None and spans(row, 0):
-            yield ROWWISE
-        if col is not None and not self.gathers.derives and spans(col, 0 if col.is_derivable else 1):
-            yield COLUMNWISE
+
+def encodes_itself(quantizer: Quantizer) -> bool:
+    """Whether planes encode the tensor itself, by Quantizer's own encode."""
+    return type(quantizer) is Quantizer and quantizer.columnwise_source == "original"
 
 
 def agree_on_amaxes(weights: Sequence[SentWeight]) -> None:
     """Measure the amaxes of all weights, and let their shards agree on them at once."""
-    measured: list[tuple[SentWeight, Usage, Tensor]] = []
+    asked: list[tuple[SentWeight, Usage]] = []
+    amaxes: list[Tensor] = []
     direct: dict[torch.dtype, list[tuple[SentWeight, Usage]]] = {}
     for weight in weights:
         weight.stamp, weight.is_sent = weight.writes, False
-        for side in weight.sides:
+        assert weight.weight is not None
+        for side, cuts in weight.amax_cuts.items():
             fmt = weight.gathers.formats[0 if side is ROWWISE else 1]
-            if fmt is not None and fmt.scales_by_tensor and weight.repeats:
+            if not cuts or fmt is None:
+                continue
+            if fmt.is_delayed or (fmt.scales_by_tensor and encodes_itself(weight.weight.quantizer)):
                 direct.setdefault(weight.dtype, []).append((weight, side))
                 continue
-            amax = ask(lambda _, of=weight, side=side: of.plane(side, of.asking))
-            assert amax is not None
-            measured.append((weight, side, amax))
+            asked.append((weight, side))
+            amaxes.append(weight.amax(side))
     for dtype, of_dtype in direct.items():  # rounding keeps the order of magnitudes
-        amaxes = torch.cat(amaxes_of([weight.shard.detach() for weight, _ in of_dtype])).to(dtype).to(torch.float32)
-        measured += [(weight, side, amax) for (weight, side), amax in zip(of_dtype, amaxes.split(1), strict=True)]
-    agreed = agree([weight.answers.group for weight, *_ in measured], [amax for *_, amax in measured])
-    for (weight, side, _), amax in zip(measured, agreed, strict=True):
+        measured = torch.cat(amaxes_of([weight.shard.detach() for weight, _ in of_dtype])).to(dtype).to(torch.float32)
+        asked += of_dtype
+        amaxes += measured.split(1)
+    for level in range(2):  # the ranks of FSDP2, then those of `parallelize_module`
+        cuts = [weight.amax_cuts[side][level : level + 1] for weight, side in asked]
+        mine = [at for at, cut in enumerate(cuts) if cut]
+        agreed = agree([cuts[at][0][0] for at in mine], [amaxes[at] for at in mine])
+        for at, amax in zip(mine, agreed, strict=True):
+            amaxes[at] = amax
+    for (weight, side), amax in zip(asked, amaxes, strict=True):
         weight.amaxes[side] = amax
+    for weight in weights:
+        row, col = (weight.amaxes[side] if side in weight.slots else None for side in SIDES)
+        weight.gathers.amaxes = row, col

@@ -274,6 +274,15 @@ def _drop_dead(names: dict[tuple[str, ...], str]) -> None:
 
 
 @constant_in_traces
+def refuse_amaxes() -> None:
+    """UserError in a trace that would record no amax of a weight of `gather_quantized`."""
+    raise UserError(
+        "compiled code does not record amaxes of weights that gather_quantized sends under delayed scales; leave these "
+        "layers eager, use a recipe with current scales, or duotone.convert_parameters"
+    )
+
+
+@constant_in_traces
 def refuse_recompute() -> None:
     """UserError in a trace that recomputes, for which FSDP2 has gathered another plane than forward reads."""
     raise UserError(

@@ -240,6 +240,11 @@ def lacks_rowwise(weight: Tensor) -> bool:
     return isinstance(weight, QuantizedTensor) and weight.gathers is not None and not weight.gathers.valid.rowwise
 
 
+def records_amaxes(weight: Tensor) -> bool:
+    """Whether each forward records amaxes that the shards of `gather_quantized` agreed on."""
+    return isinstance(weight, QuantizedTensor) and weight.gathers is not None and weight.gathers.is_delayed
+
+
 class ShardedParameters:
     """Mixed in before an nn.Module."""
 

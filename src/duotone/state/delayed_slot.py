@@ -84,6 +84,16 @@ class DelayedSlot(Slot):
                 scale = self._start(state, slots, amaxes(), mode)
         return scale, live if record else None
 
+    def upcoming(self, amax: Tensor) -> Tensor:
+        state = self.owner or state_of(self.state)
+        here = slice(self.index, self.index + 1)
+        return (state.start(here, amax, keep=False) if self.is_new else state.scale)[here].clone()
+
+    def record(self, amax: Tensor) -> None:
+        _, live = self.place_each(amax.device, 1, 0, lambda: amax)
+        if live is not None:
+            _raise_to(live, amax)
+
     def _start(self, state: DelayedState, slots: range, amaxes: Tensor, mode: AmaxMode) -> Tensor:
         """The scale of the first slot, fp32 (1,), after new ones took theirs from amaxes. An evaluation keeps none."""
         if self.group and state.history.reduce_amax and mode is not AmaxMode.USE:
@@ -149,8 +159,13 @@ def measured_scale(slot: Slot, x: Tensor) -> Tensor:
     """The scale of a slot, fp32 (1,), which records the amax of `x`."""
     scale, live = slot.place(x)
     if live is not None:
-        live.copy_(torch.maximum(live, amax_of(x).view(torch.int32)))  # no amax is negative, so bits order as values
+        _raise_to(live, amax_of(x))
     return scale.clone()
+
+
+def _raise_to(live: Tensor, amax: Tensor) -> None:
+    """Record an amax, fp32 (1,). No amax is negative, so bits order as values."""
+    live.copy_(torch.maximum(live, amax.view(torch.int32)))
 
 
 def define_slot_ops(

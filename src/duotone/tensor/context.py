@@ -42,6 +42,14 @@ class Slot:
         """Like `scale_for`, but the cast records the amax: it raises the second result, its int32 bits (1,), if any."""
         return self.scale_for(x), None
 
+    def upcoming(self, amax: Tensor) -> Tensor:
+        """The scale that the next call takes for a tensor with this amax, fp32 (1,). Records nothing."""
+        raise NotImplementedError
+
+    def record(self, amax: Tensor) -> None:
+        """What a cast of a tensor with this amax, fp32 (1,), records in the mode of the call."""
+        raise NotImplementedError
+
     def place_each(
         self, device: torch.device, count: int, distance: int, amaxes: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None]:

@@ -124,7 +124,7 @@ def shard_context(holder: "DTensor", formats: Sequence[Format | None]) -> ShardC
 
     Where ranks cut rows and others columns, scales of whole rows or columns are those of the first that cut.
     """
-    mesh, cuts = holder.device_mesh, _cuts(holder)
+    mesh, cuts = holder.device_mesh, cuts_of(holder)
     alike = all(spans(fmt, 0) == spans(fmt, 1) for fmt in formats if fmt is not None)
     if not alike and len({dim for _, dim in cuts}) > 1:
         cuts = cuts[:1]
@@ -135,7 +135,7 @@ def shard_context(holder: "DTensor", formats: Sequence[Format | None]) -> ShardC
     return ShardContext(mesh[tuple(names[at] for at, _ in cuts)]._flatten().get_group().group_name)
 
 
-def _cuts(holder: "DTensor") -> list[tuple[int, int]]:
+def cuts_of(holder: "DTensor") -> list[tuple[int, int]]:
     """The dimensions of the mesh that cut, each with that of the tensor."""
     return [(at, each.dim) for at, each in enumerate(holder.placements) if not each.is_replicate()]  # type: ignore
 
@@ -144,7 +144,7 @@ def _sharded(holder: "DTensor", shard: "ShardHooks") -> ShardContext | None:
     """`shard_context` of what FSDP2 sharded."""
     if holder.dim() != 2:
         raise UserError("FSDP2 gathers no packed weight of experts that is quantized; keep a weight for each expert")
-    cuts = _cuts(holder)
+    cuts = cuts_of(holder)
     if cuts and cuts[0][1] != 0:
         raise UserError(
             f"a quantized weight would be cut as {holder.placements}, and FSDP2 gathers planes along rows; let "

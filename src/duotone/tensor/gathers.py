@@ -13,6 +13,7 @@ from torch import Tensor
 
 from duotone.errors import UserError
 from duotone.formats import Format
+from duotone.tensor.context import Slot
 from duotone.tensor.plane import (
     BOTH,
     Plane,
@@ -55,6 +56,10 @@ class Gathers:
         self._param: weakref.ref[FSDPParam] | None = None
         self._group: weakref.ref[FSDPParamGroup] | None = None
         """Weak, because a view in C++ leads from them back to the shard, where no garbage collector looks."""
+        self.rows: int | None = None
+        """The rows of the tensor if the pieces of all ranks together have more."""
+        self.amaxes: tuple[Tensor | None, Tensor | None] = None, None
+        """For planes of delayed scales: what each forward records, fp32 (1,)."""
         self.keeps_rowwise = False
         """Whether backward reads the rowwise plane too."""
         self.sent = self.valid = BOTH
@@ -216,10 +221,23 @@ class Gathers:
         self.wires[dim].extend(wires)
         tails = [part.shape[1:] if dim == ROW_DIM else part.shape[:-1] for part in parts]
         shaped = [wire.view(-1, *tail) for wire, tail in zip(wires, tails, strict=True)]
-        plane = from_wire(shard, dim, shaped, self.count)
+        plane = self._without_padding(from_wire(shard, dim, shaped, self.count), dim)
         for wire in wires if not outputs else ():
             wire.untyped_storage().resize_(0)
         return plane
+
+    def _without_padding(self, plane: Plane, dim: int) -> Plane:
+        return plane if self.rows is None else plane.first(dim, self.rows)
+
+    @property
+    def is_delayed(self) -> bool:
+        return self.amaxes != (None, None)
+
+    def record(self, slots: tuple[Slot | None, Slot | None]) -> None:
+        """Let the slots of a call record the amaxes of the tensor."""
+        for slot, amax in zip(slots, self.amaxes, strict=True):
+            if slot is not None and amax is not None:
+                slot.record(amax)
 
     def readable(self, planes: Planes, usage: Usage) -> Planes:
         """The planes. Those of `usage` that the last gather did not send are gathered now: every rank has to ask."""
@@ -230,7 +248,7 @@ class Gathers:
                 self.keeps_rowwise |= dim == ROW_DIM
                 shard = self.encode(Usage(dim == ROW_DIM, dim == COLUMN_DIM))[dim]
                 group = self.param.shard_mesh.get_group().group_name
-                read[dim] = shard and gather(shard, dim, group, self.count)
+                read[dim] = shard and self._without_padding(gather(shard, dim, group, self.count), dim)
         return Planes(*read)
 
 

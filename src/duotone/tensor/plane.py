@@ -105,6 +105,13 @@ class Plane:
         extent, step = self.shape[dim], self.format.alignment[dim]
         if start % step or (stop % step and stop != extent):
             return None
+        return self._cut(dim, start, stop)
+
+    def first(self, dim: int, extent: int) -> "Plane":
+        """The first rows (dim 0) or columns (dim 1) as views. What follows them, in their last block too, is zeros."""
+        return self._cut(dim, 0, extent)
+
+    def _cut(self, dim: int, start: int, stop: int) -> "Plane":
         shape = (stop - start, self.shape[1]) if dim == 0 else (self.shape[0], stop - start)
         parts: dict[str, Tensor] = {}
         for name, spec in self.format.parts(*shape).items():
