@@ -1,7 +1,9 @@
 """Entries of other libraries over two ranks against one process."""
 
 import functools
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import checks
@@ -9,6 +11,8 @@ import torch
 import torch.distributed as dist
 from checks import check
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 sys.path.append(str(Path(__file__).parents[1] / "conversion"))
 from causal import batch, llama
@@ -79,6 +83,104 @@ def it_generates_is_saved_and_dequantized_as_in_one_process(folder: Path) -> Non
         checks.same(got, want.dequantize() if isinstance(want, duotone.QuantizedTensor) else want, name)
     assert type(spread.dequantize().model.layers[0].mlp.up_proj) is nn.Linear
     close(spread(batch(2)).logits, one.dequantize()(batch(2)).logits, "dequantized")
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+
+def rows(at: int) -> Tensor:
+    """What both ranks see in one step."""
+    return torch.randn(64, 64, generator=torch.Generator().manual_seed(at))
+
+
+def mine(at: int) -> Tensor:
+    return rows(at).chunk(2)[dist.get_rank()]
+
+
+@functools.cache
+def losses_of_one_process(recipe: str) -> list[float]:
+    """Of a plain loop over the rows of both ranks."""
+    model = duotone.convert(layers(), recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return [step(model, optimizer, rows(at), torch.Tensor.backward) for at in range(3)]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, backward: Callable[[Tensor], object]) -> float:
+    optimizer.zero_grad()
+    loss = (model(x) - x).square().mean()
+    backward(loss)
+    optimizer.step()
+    return loss.item()
+
+
+def assert_trains(losses: list[float], recipe: str) -> None:
+    """The mean of the ranks is what one process computes: each row has its scales."""
+    together = torch.tensor(losses)
+    dist.all_reduce(together)
+    close(together / 2, torch.tensor(losses_of_one_process(recipe)), recipe, 1e-3)
+
+
+def as_under_torchrun() -> None:
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "entries"}
+
+
+@check
+def accelerate_trains_over_ranks_under_ddp(folder: Path) -> None:
+    as_under_torchrun()
+    from accelerate import Accelerator
+
+    from duotone.integrations.accelerate import prepare
+
+    accelerator, model = Accelerator(cpu=True), layers()
+    model, optimizer = prepare(accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe="mxfp8")
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    assert_trains([step(model, optimizer, mine(at), accelerator.backward) for at in range(3)], "mxfp8")
+
+
+@check
+def accelerate_trains_over_ranks_under_fsdp2(folder: Path) -> None:
+    as_under_torchrun()
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    from duotone.integrations.accelerate import prepare
+
+    AcceleratorState._reset_state()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    accelerator, model = Accelerator(cpu=True), layers()
+    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin  # not for CPUs
+    model, optimizer = prepare(accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe="mxfp8")
+    assert isinstance(model, FSDPModule)
+    assert_trains([step(model, optimizer, mine(at), accelerator.backward) for at in range(3)], "mxfp8")
+
+
+@check
+def fabric_trains_over_ranks_under_ddp_and_model_parallelism(folder: Path) -> None:
+    as_under_torchrun()
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+
+    from duotone.integrations.lightning import FabricDuotonePrecision
+
+    def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return fully_shard(module, mesh=mesh["data_parallel"])
+
+    for strategy in (DDPStrategy(), ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1)):
+        plugin = FabricDuotonePrecision("mxfp8")
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=plugin)
+        fabric.launch()
+        model = layers()
+        if isinstance(strategy, DDPStrategy):
+            model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        else:
+            model = fabric.setup(model)
+            optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        assert_trains([step(model, optimizer, mine(at), fabric.backward) for at in range(3)], "mxfp8")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 import pytest
 
-pytest.importorskip("transformers", reason="pip install '.[integrations]'")
 WORKER = "entries_worker.py"
 
 
 def test_entries(check, failures) -> None:
+    for library in ("transformers", "accelerate", *(["lightning"] if check.startswith("fabric") else [])):
+        pytest.importorskip(library, reason="pip install '.[integrations]'", exc_type=ImportError)
     assert not failures(WORKER, check)
