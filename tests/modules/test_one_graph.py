@@ -13,6 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import duotone
 from duotone import CustomRecipe, Quantizer, QuantizerRole, recipes
 from duotone.recipes.builtin import BUILTIN
+from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.plane import BOTH, Planes, Usage
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 LAYERS = 10
@@ -126,7 +128,22 @@ def first_and_last_high() -> recipes.Recipe:
     return CustomRecipe(qfactory=factory)
 
 
-@pytest.mark.parametrize(("make", "kinds"), [(hybrid, 1), (first_and_last_high, 2)], ids=["hybrid", "by name"])
+class Clipping(Quantizer):
+    """Clips to 1 before it encodes."""
+
+    def encode(self, x: Tensor, usage: Usage = BOTH, ctx: QuantizeContext = LOCAL) -> Planes:
+        return super().encode(x.clamp(-1, 1), usage, ctx)
+
+
+def clipping() -> recipes.Recipe:
+    """A new quantizer of a class of the user for each slot."""
+    e4m3 = duotone.formats.get("mxfp8_e4m3")
+    return CustomRecipe(qfactory=lambda role: Clipping(e4m3, e4m3))
+
+
+@pytest.mark.parametrize(
+    ("make", "kinds"), [(hybrid, 1), (first_and_last_high, 2), (clipping, 1)], ids=["hybrid", "by name", "class"]
+)
 def test_functions_of_the_user_compile_once_for_each_kind_of_layer(
     make: Callable[[], recipes.Recipe], kinds: int
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import duotone
-from duotone import CustomRecipe, Quantizer, recipes
+from duotone import CustomRecipe, Quantizer, formats, recipes
 from duotone.compat import IdentityQuantizer
 from duotone.planned import traced_stages as traced
 
@@ -83,17 +83,30 @@ def test_the_last_module_of_a_content_takes_its_plans_along() -> None:
     assert not names_of(config)
 
 
-def test_equal_quantizers_of_a_class_of_the_user_are_not_taken_for_equal() -> None:
-    """Dataclass equality compares the fields of Quantizer, and such a class may hold more."""
+def mine(*values: object) -> type[Quantizer]:
+    """A class whose quantizers hold the next of these values, which dataclass equality does not compare."""
+    rest = iter(values)
 
     class Mine(Quantizer):
-        pass
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            object.__setattr__(self, "more", next(rest))
 
-    recipe = CustomRecipe(qfactory=lambda role: Mine())
-    one, other = linear(recipe), linear(recipe)
-    for m in (one, other):
-        m.plans.answer(recipe)
-    assert vars(one.plans.answered) != vars(other.plans.answered)
+    return Mine
+
+
+@pytest.mark.parametrize(
+    ("values", "are_equal"),
+    [((1, 1), True), (((1, "a"), (1, "a")), True), ((0.0, -0.0), False), ((1, True), False), (([], []), False)],
+)
+def test_quantizers_of_a_class_of_the_user_are_equal_if_all_that_they_hold_is(
+    values: tuple[object, object], are_equal: bool
+) -> None:
+    """Dataclass equality compares the fields of Quantizer, and such a class may hold more."""
+    one, other = map(mine(*values), [formats.get("mxfp8_e4m3")] * 2)
+    assert one == other
+    answers = [traced.shared({"input": quantizer}) for quantizer in (one, other)]
+    assert (answers[0] is answers[1]) == are_equal
 
 
 def test_a_graph_whose_recipe_is_gone_is_one_line() -> None:

@@ -360,8 +360,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         if not self.is_shared(recipe):
             drop_dead(vars(self._alike))
             formats = self.formats(recipe)
-            alone = "" if formats.can_be_shared else self._number
-            content = recipe.key, formats, self.channels, self.softmax_scale, self.num_gqa_groups, alone
+            content = recipe.key, formats, self.channels, self.softmax_scale, self.num_gqa_groups
             setattr(self._alike, recipe.key, Alike.of(content, self))
 
     def is_shared(self, recipe: Recipe) -> bool:

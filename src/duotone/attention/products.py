@@ -115,11 +115,6 @@ class AttentionFormats:
         tensors = (*FORWARD_OPERANDS, *BACKWARD_OPERANDS)
         return any(getattr(self, tensor).is_stochastic for tensor in tensors)
 
-    @property
-    def can_be_shared(self) -> bool:
-        """Whether equal formats mean the same in all modules: no quantizer is of a class of the user."""
-        return all(type(getattr(self, tensor)) is Quantizer for tensor in (*FORWARD_OPERANDS, *BACKWARD_OPERANDS))
-
     def crosses(self, tensor: str) -> bool:
         """Whether a neighbour may encode the tensor: under one scale of its own for all products."""
         quantizer: Quantizer = getattr(self, tensor)

@@ -237,7 +237,7 @@ class Planner:
             drop_dead(vars(self.answered))
             self.answers[key] = ask_recipe(self.request(recipe))
         if not hasattr(self.answered, key):
-            self.answers[key] = answers = traced_stages.shared(self.answers[key], f"{self.number}_{key}")
+            self.answers[key] = answers = traced_stages.shared(self.answers[key])
             setattr(self.answered, key, answers.name)
         return self.answers[key]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from duotone.dispatch.produced_ops import Inputs, empty_produced, produced_planes
 from duotone.errors import UserError
+from duotone.formats import Format
 from duotone.graph_ops import STATEFUL, define_op
 from duotone.linear.layout import Layout
 from duotone.numbered import ByName, Numbered, constant_in_traces
@@ -24,6 +25,7 @@ from duotone.state.delayed_slot import define_slot_ops
 from duotone.state.frames import is_trace_recomputed
 from duotone.state.region import AMAX_MODES, AmaxMode
 from duotone.tensor.context import Slot
+from duotone.tensor.history import History
 from duotone.tensor.quantizer import TRACED, Quantizer, name_quantizer
 
 if TYPE_CHECKING:
@@ -116,19 +118,33 @@ def content(value: Hashable) -> str:
     return _CONTENTS.setdefault(value, str(len(_CONTENTS) + 1))
 
 
-def shared(answers: Mapping[str, Quantizer], unique_name: str) -> Answers:
-    """The answers, as one object with all that are equal.
-
-    Quantizers of a class of the user have no equals, since equality may say too little. Their answers have the name
-    `unique_name`.
-    """
-    simple = all(type(quantizer) is Quantizer for quantizer in answers.values())
-    key = tuple(answers.items()) if simple else unique_name
+def shared(answers: Mapping[str, Quantizer]) -> Answers:
+    """The answers, as one object with all that are equal."""
+    key = tuple((slot, _content_of(quantizer)) for slot, quantizer in answers.items())
     result = _ANSWERS.get(key)
     if result is None:
         result = _ANSWERS[key] = Answers(answers)
-        result.name = str(next(_ANSWER_NUMBERS)) if simple else unique_name
+        result.name = str(next(_ANSWER_NUMBERS))
     return result
+
+
+def _content_of(quantizer: Quantizer) -> Hashable:
+    """What equal quantizers share. Equality of a class of the user may say too little: all that it holds counts."""
+    kind = type(quantizer)
+    if kind is Quantizer:
+        return quantizer
+    if any("__slots__" in vars(base) for base in kind.__mro__):
+        return id(quantizer)
+    return kind, *((name, _word(value)) for name, value in sorted(vars(quantizer).items()))
+
+
+def _word(value: object) -> Hashable:
+    """A value by its content, or by its identity if its equality is not ours. `Answers` keep the value alive."""
+    if isinstance(value, Format | History):
+        return value
+    if isinstance(value, tuple):
+        return type(value), *map(_word, value)
+    return (type(value), repr(value)) if type(value) in (bool, int, float, str) else id(value)
 
 
 def numbered(owner: OwnsSlots) -> tuple[str, Tensor]:
