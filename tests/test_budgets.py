@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39093
+LIBRARY_LINES = 39109
 TOOL_LINES = 7706
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -35,7 +35,7 @@ BUDGETS = {
     "modules": (706, 1, 0),
     "observe": (2310, 6, 0),
     "ops": (1454, 0, 0),
-    "optim": (838, 2, 0),
+    "optim": (854, 3, 0),
     "package": (341, 1, 0),
     "pipeline": (1529, 15, 0),
     "planned": (3190, 15, 0),

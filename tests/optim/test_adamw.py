@@ -5,7 +5,7 @@ import torch
 from optim_cases import RATES, same_bits
 from torch import Tensor, nn
 
-from duotone.optim import AdamW
+from duotone.optim import AdamW, FusedAdam
 
 SHAPES = [(), (1,), (7,), (33, 65), (3, 5, 7), (0, 4)]
 
@@ -34,6 +34,16 @@ def test_plain_parameters_are_those_of_torch(dtype, maximize) -> None:
         assert torch.equal(p, q) and p.grad is not None
         assert here.state[p].keys() == there.state[q].keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert torch.equal(here.state[p]["exp_avg_sq"], there.state[q]["exp_avg_sq"])
+
+
+def test_fused_adam_decays_nothing_by_default() -> None:
+    mine, theirs = (nn.Parameter(torch.linspace(-2, 2, 65)) for _ in range(2))
+    here, there = FusedAdam([mine], 0.01), torch.optim.Adam([theirs], 0.01)
+    for step in range(5):
+        mine.grad = theirs.grad = gradients([mine], step)[0]
+        here.step(), there.step()
+    assert torch.equal(mine, theirs)
+    assert FusedAdam([mine], weight_decay=0.1, moment_dtype=torch.bfloat16).defaults["weight_decay"] == 0.1
 
 
 @pytest.mark.parametrize("maximize", [False, True])

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -253,3 +254,18 @@ def gradient(parameter: Tensor) -> Tensor:
     if is_distributed(grad) and is_distributed(parameter) and grad.placements != parameter.placements:
         return grad.redistribute(placements=parameter.placements).to_local()
     return shard_of(grad)
+
+
+class FusedAdam(AdamW):
+    """Adam: `AdamW` with a `weight_decay` of 0 by default, as Apex and Transformer Engine name it."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
