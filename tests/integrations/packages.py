@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
-EXTRAS = ("trl", "integrations", "deepspeed", "titan", "te")
+EXTRAS = ("trl", "integrations", "deepspeed", "titan", "torchao", "te")
 
 
 def require(name: str, module: str = "") -> ModuleType:
