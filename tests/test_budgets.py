@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 39109
-TOOL_LINES = 7706
+TOOL_LINES = 7711
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -30,7 +30,7 @@ BUDGETS = {
     "formats": (1495, 0, 0),
     "integrations": (755, 11, 0),
     "kernels": (5044, 0, 0),
-    "lab": (3684, 13, 0),
+    "lab": (3689, 13, 0),
     "linear": (1896, 5, 0),
     "modules": (706, 1, 0),
     "observe": (2310, 6, 0),

@@ -19,7 +19,7 @@ def test_axes_are_read_and_printed() -> None:
     assert str(Parallel(fsdp=4, tp=2)) == "fsdp=4,tp=2"
 
 
-@pytest.mark.parametrize("text", ["", "fsdp", "fsdp=0", "fsdp=2,fsdp=2", "dp=2", "tp=2,ep=2", "fsdp=-1"])
+@pytest.mark.parametrize("text", ["", "fsdp", "fsdp=0", "fsdp=2,fsdp=2", "dp=2", "tp=2;ep=2", "fsdp=-1"])
 def test_other_axes_are_one_line(text: str) -> None:
     with pytest.raises(UserError, match="--parallel") as error:
         Parallel.parse(text)

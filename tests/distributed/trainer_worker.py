@@ -29,6 +29,7 @@ CASES = (
     (Parallel(fsdp=WORLD), "gpt", "mxfp8"),
     (Parallel(fsdp=WORLD // 2, tp=2), "gpt", "mxfp8"),
     (Parallel(fsdp=WORLD // 2, ep=2), "moe", "fp8-current"),
+    (Parallel(tp=2, ep=WORLD // 2), "moe", "mxfp8"),
 )
 
 

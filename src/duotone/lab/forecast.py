@@ -1,6 +1,7 @@
 """`--parallel`: its axes, and what each rank would hold and send in a step of `duotone train`, from sizes alone."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,10 +37,7 @@ class Parallel:
         names = [part[1] for part in parts if part is not None]
         if len(names) != len(parts) or len(set(names)) != len(names):
             raise UserError(f"--parallel {text!r} is not such as fsdp=4,tp=2,ep=1: name each axis once, with its ranks")
-        parallel = Parallel(**{part[1]: int(part[2]) for part in parts if part is not None})
-        if parallel.tp > 1 and parallel.ep > 1:
-            raise UserError("--parallel takes tp or ep beside fsdp, not both: leave one out")
-        return parallel
+        return Parallel(**{part[1]: int(part[2]) for part in parts if part is not None})
 
     @property
     def ranks(self) -> int:
@@ -74,7 +72,7 @@ class Forecast:
             "reduced a step"
         )
 
-    def parameter(self, p: nn.Parameter, ranks: int, cut: int, gathers: tuple[float, ...]) -> None:
+    def parameter(self, p: nn.Parameter, ranks: int, cut: int, gathers: Sequence[float]) -> None:
         """Add a parameter over `ranks` of FSDP2, each with 1/`cut` of it. `gathers`: bytes of an element in each."""
         if id(p) in self.seen:
             return
@@ -109,8 +107,10 @@ def forecast(config: TrainConfig, recipe: Recipe, parallel: Parallel) -> Forecas
             in_mixture = parallel.ep > 1 and ".mlp." in f"{name}."
             ranks = parallel.fsdp if in_mixture else data
             cut = parallel.tp if is_cut else parallel.ep if in_mixture and "router" not in name else 1
-            gathers = _gathers(module, p, recipe, ranks) if parallel.tp == 1 else (BF16, BF16)
-            result.parameter(p, ranks, cut, gathers if id(p) in blocks else gathers[:1])
+            *gathers, moved = _gathers(module, p, recipe, ranks) if parallel.tp == 1 else HIGH_PRECISION
+            gathers = gathers if id(p) in blocks else gathers[:1]
+            result.parameter(p, ranks, cut, gathers)
+            result.exchanged += moved * len(gathers) * p.numel() / ranks
         if isinstance(module, MoE) and parallel.ep > 1:
             rows = tokens * module.router.top_k
             width = module.router.weight.shape[1]
@@ -120,24 +120,29 @@ def forecast(config: TrainConfig, recipe: Recipe, parallel: Parallel) -> Forecas
     return result
 
 
-def _gathers(module: nn.Module, p: nn.Parameter, recipe: Recipe, ranks: int) -> tuple[float, float]:
-    """Bytes of an element of a parameter in the gathers of forward and backward."""
+HIGH_PRECISION = BF16, BF16, 0
+
+
+def _gathers(module: nn.Module, p: nn.Parameter, recipe: Recipe, ranks: int) -> tuple[float, float, float]:
+    """Bytes of an element of a parameter in the gathers of forward and backward, and in an exchange before each."""
     if not isinstance(module, Planned) or all(p is not weight for weight in module.weights):
-        return BF16, BF16
+        return HIGH_PRECISION
     quantizer = module.plans.plan(recipe).weight.quantizer
     if not sends_planes(quantizer):
-        return BF16, BF16
+        return HIGH_PRECISION
     rows, columns = p.shape
     row, col = quantizer.rowwise, quantizer.columnwise
     assert row is not None and col is not None
-    if rows % ranks or rows // ranks % max(row.alignment[0], col.alignment[1]):
-        return BF16, BF16
-    first = _bytes(quantizer, (rows, columns), "row")
+    step = ranks * max(row.alignment[0], col.alignment[1])
+    rows = -(-rows // step) * step
+    padded = rows / p.shape[0]
+    moved = BF16 if rows != -(-p.shape[0] // ranks) * ranks else 0
+    first = padded * _bytes(quantizer, (rows, columns), "row")
     with torch.device("meta"):
         is_derived = (
             row == col and Plane.empty(row, (rows, columns), torch.empty, torch.float32).transposed() is not None
         )
-    return first, first if is_derived else _bytes(quantizer, (rows, columns), "col")
+    return first, first if is_derived else padded * _bytes(quantizer, (rows, columns), "col"), moved
 
 
 def sends_planes(quantizer: Quantizer) -> bool:
