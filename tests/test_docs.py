@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from duotone.recipes.library import load_any
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCKS = [
@@ -105,6 +107,15 @@ def test_a_block_runs_as_it_is_written(
                 warnings.simplefilter("ignore")  # their own warnings name many modules
             warnings.filterwarnings("error", module=r"duotone")
             exec(compile(part, f"{page}, block {number}", "exec"), names)
+
+
+def test_recipes_in_toml_load(tmp_path) -> None:
+    texts = [text for page in PAGES for text in re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.M | re.S)]
+    assert len(texts) > 5
+    for at, text in enumerate(texts):
+        path = tmp_path / f"{at}.toml"
+        path.write_text(text)
+        assert load_any(str(path))
 
 
 def test_preambles_are_for_blocks_that_are_there() -> None:
