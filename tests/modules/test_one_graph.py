@@ -334,5 +334,5 @@ def test_recipes_that_are_built_anew_for_each_step_share_graphs() -> None:
         for name in ("mxfp8-fwd-nvfp4-bwd", "mxfp8"):
             with duotone.autocast(recipe=name):
                 run(torch.randn(32, 64))
-            gc.collect()
+            gc.collect(1)  # all that this step made is young
     assert counter.frame_count == 2
