@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39109
-TOOL_LINES = 7711
+LIBRARY_LINES = 39139
+TOOL_LINES = 7715
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -26,9 +26,9 @@ BUDGETS = {
     "compat": (2481, 7, 0),
     "conversion": (2680, 5, 0),
     "dispatch": (3490, 1, 0),
-    "distributed": (472, 3, 0),
+    "distributed": (497, 3, 0),
     "formats": (1495, 0, 0),
-    "integrations": (755, 11, 0),
+    "integrations": (759, 11, 0),
     "kernels": (5044, 0, 0),
     "lab": (3689, 13, 0),
     "linear": (1896, 5, 0),
@@ -38,7 +38,7 @@ BUDGETS = {
     "optim": (854, 3, 0),
     "package": (341, 1, 0),
     "pipeline": (1529, 15, 0),
-    "planned": (3190, 15, 0),
+    "planned": (3195, 15, 0),
     "recipes": (2013, 6, 0),
     "report": (1736, 0, 0),
     "serving": (1402, 0, 0),

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import duotone
 from duotone import CustomRecipe, Quantizer, formats, recipes
+from duotone.distributed import require_same_recipes
 from duotone.errors import RecipeError, UserError
 from duotone.tensor import LOCAL, Planes
 
@@ -337,6 +338,22 @@ def ranks_with_other_recipes_are_told_at_the_first_step(folder: Path) -> None:
     except UserError as error:
         told = "rank 0 those of [fp8_e4m3_tensor, ", "rank 1 those of [mxfp8_e4m3, "
         assert all(one in str(error) for one in told) and "do not follow the same recipe" in str(error), error
+    else:
+        raise AssertionError("ranks went on with other recipes")
+
+
+@check
+def models_of_other_recipes_are_told_before_ddp(folder: Path) -> None:
+    def converted(recipe: str) -> nn.Module:
+        return duotone.convert(nn.Sequential(nn.Linear(WIDE, NARROW), nn.Linear(NARROW, WIDE)), recipe, ())
+
+    require_same_recipes(converted("mxfp8"))
+    m = converted("mxfp8" if dist.get_rank() else "fp8-current")
+    try:
+        require_same_recipes(m)
+    except UserError as error:
+        told = "rank 0 those of [0: fp8-current", "rank 1 those of [0: mxfp8"
+        assert all(one in str(error) for one in told) and "do not follow the same recipes" in str(error), error
     else:
         raise AssertionError("ranks went on with other recipes")
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from duotone.conversion import convert
+from duotone.distributed.recipes import require_same_recipes
 from duotone.errors import UserError
 from duotone.integrations.requirement import require
 from duotone.integrations.run_state import RunState
@@ -40,5 +41,6 @@ def prepare(
     if not any(isinstance(module, Planned) for model in models for module in model.modules()):
         raise UserError("nothing in the model follows recipes: give prepare a recipe, or convert the model before")
     for model in models:
+        require_same_recipes(model)
         accelerator.register_for_checkpointing(RunState(model))
     return accelerator.prepare(*objects)

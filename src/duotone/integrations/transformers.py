@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from duotone.attention import DotProductAttention
 from duotone.conversion import convert, convert_parameters, plan, revert
+from duotone.distributed.recipes import require_same_recipes
 from duotone.errors import UserError
 from duotone.integrations.requirement import require
 from duotone.integrations.run_state import (
@@ -172,6 +173,7 @@ class DuotoneCallback(TrainerCallback):
             self.on_init_end(args, state, control, model)
         if not any(isinstance(module, Planned) for module in model.modules()):
             raise UserError("nothing in the model follows recipes: give DuotoneCallback a recipe")
+        require_same_recipes(model)
         hide_states(model)  # they are in trainer_state.json, and a plain model would not expect them
         self.step = state.global_step
         if self.schedule is not None:

@@ -222,13 +222,18 @@ def follow(parameter: QuantizedTensor, target: Quantizer) -> None:
         parameter.quantizer = described
 
 
+def described(module: "Planned", name: str, *, with_formats: bool = True) -> list[str]:
+    """The recipe of a module and the formats of its slots, in words that ranks compare."""
+    answers = module.plans.answer(module.recipe) if with_formats else {}
+    formats = (f"{slot} {fmt and fmt.name}" for slot, q in answers.items() for fmt in (q.rowwise, q.columnwise))
+    return [f"{name}: {module.recipe.name}", *formats]
+
+
 def _require_same_recipe(module: "Planned") -> None:
     """UserError on all ranks if one of them shards the module under another recipe."""
     meshes = [holder.device_mesh for holder in module._parameters.values() if is_distributed(holder)]
-    is_whole = meshes and not is_split(module)  # pieces of a weight become shards one after the other
-    answers = module.plans.answer(module.recipe) if is_whole else {}
-    formats = (f"{slot} {fmt and fmt.name}" for slot, q in answers.items() for fmt in (q.rowwise, q.columnwise))
-    names = [f"{name_on_all_ranks(module)}: {module.recipe.name}", *formats]
+    is_whole = bool(meshes) and not is_split(module)  # pieces of a weight become shards one after the other
+    names = described(module, name_on_all_ranks(module), with_formats=is_whole)
     devices = {group.group_name: mesh.device_type for mesh in meshes for group in mesh.get_all_groups()}
     unlike = "do not build the same linears", "give every rank the same model and recipe before fully_shard"
     for group, device in devices.items():  # in one order on all ranks
