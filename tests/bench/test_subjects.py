@@ -16,8 +16,9 @@ CPU = Settings("cpu", (HIGH,), sequence=16, vocabulary=64)
 
 
 @pytest.fixture(autouse=True)
-def _no_compiling(monkeypatch):
+def _plain_candidates(monkeypatch):
     monkeypatch.setattr(layer, "compile_module", lambda module: module)
+    monkeypatch.setattr(layer, "torchao_recipes", tuple)  # whether it is installed or not
 
 
 def named(candidates):

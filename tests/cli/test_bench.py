@@ -13,8 +13,9 @@ FAST = ("--turns", 2, "--seconds", 0.001, "--device", "cpu")
 
 
 @pytest.fixture(autouse=True)
-def _no_compiling(monkeypatch):
+def _plain_candidates(monkeypatch):
     monkeypatch.setattr(layer, "compile_module", lambda module: module)
+    monkeypatch.setattr(layer, "torchao_recipes", tuple)  # whether it is installed or not
 
 
 @pytest.fixture
