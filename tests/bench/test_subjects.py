@@ -13,6 +13,7 @@ from duotone.lab.model import GPT
 
 HIGH = recipes.load("bf16")
 CPU = Settings("cpu", (HIGH,), sequence=16, vocabulary=64)
+torchao_recipes = layer.torchao_recipes
 
 
 @pytest.fixture(autouse=True)
@@ -194,6 +195,7 @@ def test_torchao_makes_its_linears_where_it_is_installed(monkeypatch):
             module.config = config
             return module
 
+    monkeypatch.setattr(layer, "torchao_recipes", torchao_recipes)
     monkeypatch.setattr(layer.importlib.util, "find_spec", lambda name: name == "torchao")
     monkeypatch.setattr(layer.importlib, "import_module", {"torchao.float8": Float8}.__getitem__)
     made = named(linear.candidates(CPU, (8, 8, 8)))
