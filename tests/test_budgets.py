@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39139
+LIBRARY_LINES = 39145
 TOOL_LINES = 7715
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,7 +25,7 @@ BUDGETS = {
     "comm": (199, 1, 0),
     "compat": (2481, 7, 0),
     "conversion": (2680, 5, 0),
-    "dispatch": (3490, 1, 0),
+    "dispatch": (3496, 1, 0),
     "distributed": (497, 3, 0),
     "formats": (1495, 0, 0),
     "integrations": (759, 11, 0),

@@ -133,3 +133,15 @@ def test_scales_of_both_directions_compile_where_their_numbers_differ() -> None:
     model = duotone.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), recipes.load("mxfp8"))
     x = torch.randn(32, 64)
     assert torch.equal(torch.compile(model)(x), model(x))
+
+
+def test_casts_of_both_directions_compile_in_fp32() -> None:
+    """inductor fuses those of a gradient whose sides differ, and ends in an assertion where it splits their loops."""
+    eager = duotone.convert(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)), recipes.load("mxfp8"), ())
+    compiled = copy.deepcopy(eager)
+    x, dy = torch.randn(256, 64, requires_grad=True), torch.randn(256, 64)
+    got, want = (run(x) for run in (torch.compile(compiled), eager))
+    assert torch.equal(got, want)
+    got.backward(dy), want.backward(dy)
+    for mine, theirs in zip(compiled.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=2**-23, atol=1e-4)  # biases sum in another order

@@ -263,7 +263,7 @@ class TracedStages(Stages):
     """
 
     def cast(self, blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = False) -> Tensor:
-        if _is_slow(element, blocks):
+        if _is_slow(element, blocks) or _splits_loops(element, blocks):
             return torch.ops.duotone.codes_of(blocks.contiguous(), multiplier, None, element.name, marks)
         return _in_order(partial(elements.cast, element=element, marks=marks), blocks, multiplier)
 
@@ -296,6 +296,12 @@ def _is_many(blocks: Tensor) -> bool:
 def _is_slow(element: Element, blocks: Tensor) -> bool:
     """Whether separately compiled stages are faster than fused ones of inductor. They are for small elements."""
     return element.dtype is None and elements.ELEMENTS.get(element.name) is element and _is_many(blocks)
+
+
+def _splits_loops(element: Element, blocks: Tensor) -> bool:
+    """Whether inductor fuses the casts of both planes of a matrix, in fp32, and then fails as it splits their loops."""
+    is_known = elements.ELEMENTS.get(element.name) is element
+    return is_known and blocks.dtype is torch.float32 and blocks.is_cpu and not torch.compiler._is_exporting_flag
 
 
 def _in_order(stage: Callable[..., Tensor], blocks: Tensor, scale: Tensor, *others: Tensor) -> Tensor:
