@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -462,6 +463,19 @@ def test_quantized_weights_take_values_of_any_size_from_a_checkpoint(steps, fact
     later.load_state_dict(saved)
     assert torch.equal(later[0].weight.dequantize(), source[0].weight.dequantize())
     assert same(values(later), values(source))
+
+
+def test_a_load_of_infinity_or_of_another_shape_leaves_the_scales() -> None:
+    m = duotone.convert_parameters(trained(), RECIPE)
+    before, weight = values(m), m[0].weight.dequantize()
+    weight[0, 0] = math.inf
+    m.load_state_dict({**m.state_dict(), "0.weight": weight})
+    assert torch.equal(m[0].duotone_forward.scale, before["0.duotone_forward.scale"])
+    assert torch.equal(m[0].weight.dequantize()[1:], weight[1:])
+    before = values(m)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        m.load_state_dict({"0.weight": torch.ones(8, 16)}, strict=False)
+    assert same(values(m), before)
 
 
 def test_stateless_recipes_have_no_keys() -> None:

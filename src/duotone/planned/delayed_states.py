@@ -147,7 +147,9 @@ def prepare_load(module: "Planned", state_dict: dict[str, Tensor], prefix: str) 
         state._load_from_state_dict(state_dict, start, {}, False, [], [], [])
     for name, parameter in module._parameters.items():
         weight, values = local(parameter), local(state_dict.get(prefix + name))
-        if isinstance(weight, QuantizedTensor) and isinstance(values, Tensor) and not isinstance(values, PlaneTensor):
+        if not isinstance(weight, QuantizedTensor) or not isinstance(values, Tensor):
+            continue
+        if values.shape == weight.shape and not isinstance(values, PlaneTensor):  # torch refuses another shape
             slots = [slot.index for slot in weight.context.slots if isinstance(slot, DelayedSlot)]
             if slots and (not has_scale or _clips(state, slots[0], weight, values)):
                 state.forget(slots)
@@ -159,7 +161,8 @@ def _clips(state: DelayedState, slot: int, weight: QuantizedTensor, values: Tens
     """Whether the scale of a slot clips new values of a weight, on any rank with a shard of it."""
     amax = amax_of(values.detach().reshape(len(values), -1)).to(state.scale.device)
     amax = amax if weight.context.shard is None else weight.context.shard.max(amax)
-    return bool(amax * state.scale[slot] > state.largest[slot] * (1 + 2**-20))  # a scale is rounded
+    clips = amax * state.scale[slot] > state.largest[slot] * (1 + 2**-20)  # a scale is rounded
+    return bool(clips & amax.isfinite())
 
 
 def local(x: object) -> object:
