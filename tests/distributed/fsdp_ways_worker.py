@@ -523,6 +523,13 @@ def compiled_code_takes_no_gathered_weights_under_delayed_scales(folder: Path) -
         assert "does not record amaxes of weights that gather_quantized sends" in str(error), error
     else:
         raise AssertionError("the history of the weight would stay empty")
+    m = duotone.gather_quantized(duotone.Linear(64, 64, recipe=recipes.load("fp8-delayed")))
+    try:
+        fully_shard(m, mesh=checks.mesh())(torch.randn(32, 64), is_first_microbatch=True)
+    except UserError as error:
+        assert "leave is_first_microbatch out" in str(error), error
+    else:
+        raise AssertionError("later microbatches would be encoded with other scales")
 
 
 @check

@@ -355,6 +355,11 @@ class Planner:
         module = self.module
         if torch.compiler._is_exporting_flag:  # torch 2.11 takes every trace for an export by the public name
             raise UserError(f"{module.module_name}: {KEEPS}, and cannot be exported: leave them out")
+        if first is not None and any(map(records_amaxes, module.weights)):
+            raise UserError(
+                f"{module.module_name}: under delayed scaling gather_quantized encodes a weight for each microbatch; "
+                "leave is_first_microbatch out, or use quantized parameters (duotone.convert_parameters)"
+            )
         compiling = torch.compiler.is_dynamo_compiling()
         if isinstance(first, Tensor):
             if compiling or first.numel() != 1:
