@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39153
+LIBRARY_LINES = 39148
 TOOL_LINES = 7715
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -38,7 +38,7 @@ BUDGETS = {
     "optim": (854, 3, 0),
     "package": (341, 1, 0),
     "pipeline": (1529, 15, 0),
-    "planned": (3203, 15, 0),
+    "planned": (3198, 15, 0),
     "recipes": (2013, 6, 0),
     "report": (1736, 0, 0),
     "serving": (1402, 0, 0),

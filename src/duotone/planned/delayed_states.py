@@ -11,13 +11,13 @@ from duotone.comm import group_ranks
 from duotone.dispatch.stages import amax_of
 from duotone.errors import RecipeError
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
-from duotone.pipeline.op import is_distributed
 from duotone.recipes.delayed import check_requests
 from duotone.state.delayed import DelayedState
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import AmaxMode
 from duotone.tensor import History, QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.fsdp import shard_of
 from duotone.tensor.plane_tensor import PlaneTensor
 
 if TYPE_CHECKING:
@@ -146,9 +146,9 @@ def prepare_load(module: "Planned", state_dict: dict[str, Tensor], prefix: str) 
     if has_scale := f"{start}scale" in state_dict:
         state._load_from_state_dict(state_dict, start, {}, False, [], [], [])
     for name, parameter in module._parameters.items():
-        weight, values = local(parameter), local(state_dict.get(prefix + name))
-        if not isinstance(weight, QuantizedTensor) or not isinstance(values, Tensor):
+        if parameter is None or not isinstance(weight := shard_of(parameter), QuantizedTensor):
             continue
+        values = shard_of(state_dict.get(prefix + name, weight))
         if values.shape == weight.shape and not isinstance(values, PlaneTensor):  # torch refuses another shape
             slots = [slot.index for slot in weight.context.slots if isinstance(slot, DelayedSlot)]
             if slots and (not has_scale or _clips(state, slots[0], weight, values)):
@@ -163,11 +163,6 @@ def _clips(state: DelayedState, slot: int, weight: QuantizedTensor, values: Tens
     amax = amax if weight.context.shard is None else weight.context.shard.max(amax)
     clips = amax * state.scale[slot] > state.largest[slot] * (1 + 2**-20)  # a scale is rounded
     return bool(clips & amax.isfinite())
-
-
-def local(x: object) -> object:
-    """The shard of this rank, if `x` is a DTensor."""
-    return x._local_tensor if is_distributed(x) else x
 
 
 def weight_context(module: "Planned", plan: LinearPlan, member: int = 0) -> QuantizeContext:
