@@ -4,9 +4,9 @@ An op runs what eager code runs, so graphs have the bits of eager code. Where no
 op writes it and encodes that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -26,92 +26,80 @@ class Place(Protocol):
     """A slot of delayed scaling: `tensor.context.Slot`."""
 
     @property
-    def is_new(self) -> bool: ...
+    def is_new(self) -> bool:
+        """Whether the slot has no scale yet."""
+        ...
 
-    def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]: ...
+    def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `tensor.context.Slot.place`."""
+        ...
 
 
 @dataclass(frozen=True)
-class OfActivation:
-    """The activation of x."""
+class ProducedMatrix:
+    """A matrix (M, K) that an op computes from its inputs and encodes."""
 
-    activation: Activation
-
-    def fused(self, inputs: Inputs, eps: float) -> "FusedProducer | None":
-        """What a cast kernel computes by itself; None if it cannot."""
-        return self.activation.produced(*inputs)  # type: ignore[arg-type]
-
-    def values(self, inputs: Inputs, eps: float) -> tuple[Tensor, ...]:
-        """The matrix, and what backward needs of it."""
-        return (self.activation(*inputs),)  # type: ignore[arg-type]
-
-    def shape(self, inputs: Inputs) -> tuple[int, int]:
-        """The shape of the matrix."""
-        return self.activation.shape(inputs[0])  # type: ignore[arg-type]
+    fused: "Callable[[Inputs, float], FusedProducer | None]"
+    """What a cast kernel computes by itself; None if it cannot."""
+    values: Callable[[Inputs, float], tuple[Tensor, ...]]
+    """The matrix, and what backward needs of it."""
+    shape: Callable[[Inputs], tuple[int, int]]
+    measures: int = 0
+    """How many statistics of x, gamma and beta are results, unless they follow these inputs."""
 
     def statistics(self, inputs: Inputs) -> list[Tensor]:
         """What backward needs of the matrix, without values."""
-        return []
-
-
-@dataclass(frozen=True)
-class OfGradient(OfActivation):
-    """The gradient of the activation, of dy and x."""
-
-    def fused(self, inputs: Inputs, eps: float) -> "FusedProducer | None":
-        return self.activation.produced_gradient(*inputs)  # type: ignore[arg-type]
-
-    def values(self, inputs: Inputs, eps: float) -> tuple[Tensor, ...]:
-        return (self.activation.differentiate(*inputs),)  # type: ignore[arg-type]
-
-    def shape(self, inputs: Inputs) -> tuple[int, int]:
-        return _matrix_shape(inputs[1])
-
-
-@dataclass(frozen=True)
-class OfNorm:
-    """The norm of x, gamma and beta. The statistics may follow; if they do not, they are results."""
-
-    kernel: RowNorm
-
-    def fused(self, inputs: Inputs, eps: float) -> "FusedProducer | None":
-        x, gamma, beta, *measured = inputs
-        return self.kernel.produced(x, gamma, beta, eps, *measured)  # type: ignore[arg-type]
-
-    def values(self, inputs: Inputs, eps: float) -> tuple[Tensor, ...]:
-        return self.kernel.forward(*inputs[:3], eps)  # type: ignore[arg-type]
-
-    def shape(self, inputs: Inputs) -> tuple[int, int]:
-        return _matrix_shape(inputs[0])
-
-    def statistics(self, inputs: Inputs) -> list[Tensor]:
-        x, count = inputs[0], self.kernel.statistics if len(inputs) == 3 else 0
+        x, count = inputs[0], self.measures if len(inputs) == 3 else 0
         assert x is not None
         return [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(count)]
 
 
-@dataclass(frozen=True)
-class OfRows:
-    """Matrices of one width, one below the other."""
-
-    def fused(self, inputs: Inputs, eps: float) -> None:
-        return None
-
-    def values(self, inputs: Inputs, eps: float) -> tuple[Tensor, ...]:
-        return (rows_below(inputs),)  # type: ignore[arg-type]
-
-    def shape(self, inputs: Inputs) -> tuple[int, int]:
-        return sum(x.shape[0] for x in inputs), inputs[0].shape[1]  # type: ignore[union-attr]
-
-    def statistics(self, inputs: Inputs) -> list[Tensor]:
-        return []
+def _activated(activation: Activation) -> ProducedMatrix:
+    """Of x."""
+    return ProducedMatrix(
+        lambda inputs, eps: activation.produced(*_tensors(inputs)),
+        lambda inputs, eps: (activation(*_tensors(inputs)),),
+        lambda inputs: activation.shape(*_tensors(inputs)),
+    )
 
 
-PRODUCERS: dict[str, OfActivation | OfNorm | OfRows] = {
-    "rows": OfRows(),
-    **{each.op: OfActivation(each) for each in ACTIVATIONS.values() if each.kernel},
-    **{f"gradient of {each.op}": OfGradient(each) for each in ACTIVATIONS.values() if each.kernel},
-    **{kernel.op: OfNorm(kernel) for kernel in NORMS.values() if isinstance(kernel, RowNorm)},
+def _gradient(activation: Activation) -> ProducedMatrix:
+    """Of dy and x."""
+    return ProducedMatrix(
+        lambda inputs, eps: activation.produced_gradient(*_tensors(inputs)),
+        lambda inputs, eps: (activation.differentiate(*_tensors(inputs)),),
+        lambda inputs: _matrix_shape(inputs[1]),
+    )
+
+
+def _normalised(norm: RowNorm) -> ProducedMatrix:
+    """Of x, gamma and beta, then the statistics if they are known."""
+
+    def fused(inputs: Inputs, eps: float) -> "FusedProducer | None":
+        x, gamma, beta, *measured = inputs
+        return norm.produced(cast(Tensor, x), gamma, beta, eps, *_tensors(measured))
+
+    def values(inputs: Inputs, eps: float) -> tuple[Tensor, ...]:
+        x, gamma, beta, *_ = inputs
+        return norm.forward(cast(Tensor, x), gamma, beta, eps)
+
+    return ProducedMatrix(fused, values, lambda inputs: _matrix_shape(inputs[0]), norm.statistics)
+
+
+def _below(inputs: Inputs) -> tuple[int, int]:
+    rows = _tensors(inputs)
+    return sum(x.shape[0] for x in rows), rows[0].shape[1]
+
+
+def _tensors(inputs: Inputs) -> Sequence[Tensor]:
+    return cast(Sequence[Tensor], inputs)
+
+
+PRODUCERS = {
+    "rows": ProducedMatrix(lambda inputs, eps: None, lambda inputs, eps: (rows_below(_tensors(inputs)),), _below),
+    **{each.op: _activated(each) for each in ACTIVATIONS.values() if each.kernel},
+    **{f"gradient of {each.op}": _gradient(each) for each in ACTIVATIONS.values() if each.kernel},
+    **{kernel.op: _normalised(kernel) for kernel in NORMS.values() if isinstance(kernel, RowNorm)},
 }
 """By the names in graphs."""
 
