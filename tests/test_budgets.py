@@ -14,36 +14,36 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39148
-TOOL_LINES = 7715
+LIBRARY_LINES = 39360
+TOOL_LINES = 7754
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2896, 20, 0),
-    "cli": (1531, 2, 0),
-    "comm": (199, 1, 0),
-    "compat": (2481, 7, 0),
-    "conversion": (2680, 5, 0),
-    "dispatch": (3496, 1, 0),
-    "distributed": (497, 3, 0),
-    "formats": (1495, 0, 0),
-    "integrations": (759, 11, 0),
-    "kernels": (5044, 0, 0),
-    "lab": (3689, 13, 0),
-    "linear": (1896, 5, 0),
-    "modules": (706, 1, 0),
-    "observe": (2310, 6, 0),
-    "ops": (1454, 0, 0),
-    "optim": (854, 3, 0),
-    "package": (341, 1, 0),
-    "pipeline": (1529, 15, 0),
-    "planned": (3198, 15, 0),
-    "recipes": (2013, 6, 0),
-    "report": (1736, 0, 0),
-    "serving": (1402, 0, 0),
-    "state": (1832, 11, 0),
-    "tensor": (2825, 16, 0),
+    "attention": (2913, 20, 0),
+    "cli": (1537, 2, 0),
+    "comm": (200, 1, 0),
+    "compat": (2518, 7, 0),
+    "conversion": (2696, 5, 0),
+    "dispatch": (3509, 1, 0),
+    "distributed": (501, 3, 0),
+    "formats": (1502, 0, 0),
+    "integrations": (772, 11, 0),
+    "kernels": (5048, 0, 0),
+    "lab": (3700, 13, 0),
+    "linear": (1912, 5, 0),
+    "modules": (712, 1, 0),
+    "observe": (2320, 6, 0),
+    "ops": (1458, 0, 0),
+    "optim": (855, 3, 0),
+    "package": (342, 1, 0),
+    "pipeline": (1543, 15, 0),
+    "planned": (3210, 15, 0),
+    "recipes": (2016, 6, 0),
+    "report": (1745, 0, 0),
+    "serving": (1422, 0, 0),
+    "state": (1846, 11, 0),
+    "tensor": (2837, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -114,3 +114,62 @@ def test_a_file_name_says_its_room() -> None:
 def test_code_asks_whether_dynamo_traces_it() -> None:
     """`torch.compiler.is_compiling` is true in every thread while one thread compiles."""
     assert not [path for path in FILES if "is_compiling" in attributes(path)]
+
+
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+CALLED_BY_TORCH = {"forward", "backward", "extra_repr"}
+"""Of a class with a docstring, which says what it computes."""
+
+
+@functools.cache
+def classes() -> dict[str, list[ast.ClassDef]]:
+    """The classes of the package by name."""
+    by_name: dict[str, list[ast.ClassDef]] = {}
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                by_name.setdefault(node.name, []).append(node)
+    return by_name
+
+
+def base_names(node: ast.ClassDef) -> list[str]:
+    plain = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+    return [base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in plain]
+
+
+def describes(node: ast.ClassDef, member: str) -> bool:
+    """Whether a class or a base of it documents the method, or declares the attribute."""
+    for part in node.body:
+        if isinstance(part, FUNCTIONS) and part.name == member and ast.get_docstring(part):
+            return True
+        targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", None)]
+        if any(getattr(target, "id", "") == member for target in targets):
+            return True
+    bases = [base for name in base_names(node) if name != node.name for base in classes().get(name, [])]
+    return any(describes(base, member) for base in bases)
+
+
+def undocumented(body: list[ast.stmt], owner: ast.ClassDef | None = None) -> list[str]:
+    """Public definitions that nothing describes: no docstring, no base class and no protocol of the package."""
+    protocols = [node for each in classes().values() for node in each if "Protocol" in base_names(node)]
+    names = []
+    for node in body:
+        if isinstance(node, ast.If | ast.Try):
+            names += undocumented(node.body, owner)
+        if not isinstance(node, FUNCTIONS | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        is_described = bool(ast.get_docstring(node)) or any("setter" in ast.unparse(d) for d in node.decorator_list)
+        if owner is not None and not is_described:
+            by_torch = node.name in CALLED_BY_TORCH and bool(ast.get_docstring(owner))
+            is_described = by_torch or any(describes(each, node.name) for each in (owner, *protocols))
+        names += [] if is_described else [node.name]
+        names += undocumented(node.body, node) if isinstance(node, ast.ClassDef) else []
+    return names
+
+
+def test_every_public_definition_says_what_it_does() -> None:
+    for path in FILES:
+        tree = nodes(path)[0]
+        assert isinstance(tree, ast.Module)
+        assert ast.get_docstring(tree) or not tree.body, path
+        assert not undocumented(tree.body), path.relative_to(ROOT)

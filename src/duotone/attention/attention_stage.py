@@ -41,18 +41,22 @@ class Sizes(NamedTuple):
 
     @property
     def query(self) -> tuple[int, ...]:
+        """The shape of the queries."""
         return self.batch, self.groups, self.heads, self.queries, self.width
 
     @property
     def key(self) -> tuple[int, ...]:
+        """The shape of the keys."""
         return self.batch, self.groups, 1, self.keys, self.width
 
     @property
     def value(self) -> tuple[int, ...]:
+        """The shape of the values."""
         return self.batch, self.groups, 1, self.keys, self.value_width
 
     @property
     def output(self) -> tuple[int, ...]:
+        """The shape of the output and of its gradient."""
         return self.batch, self.groups, self.heads, self.queries, self.value_width
 
 
@@ -231,6 +235,7 @@ class OpCall(NamedTuple):
 
     @property
     def stage(self) -> AttentionStage:
+        """The stage that `number` names, with the slots of the module of `handle`. UserError if it is gone."""
         stage = STAGES.get(self.number)
         if stage is None:
             raise UserError("compiled attention ran after its module was gone; keep the module")
@@ -238,10 +243,12 @@ class OpCall(NamedTuple):
 
     @property
     def options(self) -> Options:
+        """What the kernels are told besides tensors."""
         return Options(self.stage.scale, self.stage.call.causal, self.stage.fast, self.dtype)
 
     @property
     def blocks(self) -> Blocks:
+        """The call in blocks, for devices without a kernel."""
         stage = self.stage
         return Blocks(stage.scale, stage.call.causal, stage.call.dropout, self.seen, self.seed, self.dtype)
 

@@ -74,6 +74,7 @@ class Blocks:
         return (drawn >= round(self.dropout * 65536)).to(like.dtype).view_as(like)
 
     def block_seed(self, block: int) -> Tensor | None:
+        """The seed, int64 (1,), of what one block of queries rounds stochastically. None if nothing does."""
         return None if self.seed is None else self.seed + FIRST_RANDOM + block
 
 

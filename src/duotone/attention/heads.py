@@ -13,12 +13,14 @@ LAYOUTS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3), "thd": (0, 2, 1, 3)}
 
 
 def check_layout(name: str) -> str:
+    """The name of a layout. UserError if it is unknown."""
     if name not in LAYOUTS:
         raise UserError(f"qkv_format {name!r} is unknown; allowed are 'sbhd', 'bshd' and 'thd'")
     return name
 
 
 def token_axis(name: str) -> int:
+    """The dimension of the tokens in a layout."""
     return 1 if name == "bshd" else 0
 
 
@@ -78,6 +80,7 @@ class Heads:
 
 
 def head_width(hidden_size: int, heads: int) -> int:
+    """The width of a head. UserError if `hidden_size` is no multiple of `heads`."""
     if hidden_size % heads:
         raise UserError(
             f"hidden_size {hidden_size} does not divide over {heads} heads; change them or give kv_channels"

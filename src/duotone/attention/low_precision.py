@@ -41,6 +41,7 @@ class Alike:
 
     @staticmethod
     def of(content: Hashable, module: "DotProductAttention") -> "Alike":
+        """The group of modules with this content; `module` joins it."""
         alike = _CONTENTS.get(content)
         if alike is None:
             alike = _CONTENTS[content] = Alike()
@@ -66,6 +67,7 @@ class LowPrecision:
         self._stages: dict[Call, AttentionStage] = {}
 
     def forget_recipe(self, recipe: str) -> None:
+        """Drop the stages of a recipe, by its key."""
         self._stages = {call: stage for call, stage in self._stages.items() if call.recipe != recipe}
 
     def run(
@@ -135,6 +137,7 @@ class LowPrecision:
         return stage
 
     def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
+        """The slot of delayed scaling of an operand of a stage; `side` is 0 rowwise, 1 columnwise."""
         context: QuantizeContext = getattr(self.stage(STAGES[plan].call), operand).context
         slot = context.slots[side]
         assert slot is not None

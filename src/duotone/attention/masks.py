@@ -40,6 +40,7 @@ MASK_TYPES = {
 
 
 def mask_type(name: str) -> MaskType:
+    """The kind of mask that a name of Transformer Engine means. UserError if it is unknown."""
     if name not in MASK_TYPES:
         raise UserError(f"attn_mask_type {name!r} is unknown; allowed are {', '.join(map(repr, MASK_TYPES))}")
     return MASK_TYPES[name]

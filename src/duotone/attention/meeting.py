@@ -30,6 +30,7 @@ class MeetsRecipes(KnownRoles, nn.Module):
         self.forget()
 
     def meet(self, recipe: Recipe) -> None:
+        """Prepare for calls under a recipe. RecipeError if the module cannot follow it."""
         raise NotImplementedError
 
     def asks_nothing(self, recipe: Recipe) -> bool:

@@ -112,6 +112,7 @@ class AttentionFormats:
 
     @property
     def is_stochastic(self) -> bool:
+        """Whether any operand rounds stochastically."""
         tensors = (*FORWARD_OPERANDS, *BACKWARD_OPERANDS)
         return any(getattr(self, tensor).is_stochastic for tensor in tensors)
 

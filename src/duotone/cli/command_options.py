@@ -27,6 +27,7 @@ class ListCommand(click.Command):
     """A command without arguments, whose list options take every value up to the next option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click parses them, after options of several values are spread out."""
         names = {name for option in self.params if isinstance(option, ListOption) for name in option.opts}
         return super().parse_args(ctx, spread(args, names))
 

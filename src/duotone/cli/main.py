@@ -50,6 +50,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
+    """Run the command of `sys.argv` and exit with its code."""
     sys.exit(run(sys.argv[1:]))
 
 

@@ -26,6 +26,7 @@ class Meter:
         self._timed_from: tuple[int, float] | None = None
 
     def step(self, number: int, loss: float) -> None:
+        """Note that a step ended, and its loss."""
         self.done, self.loss = number, loss
         self._timed_from = self._timed_from or (number, time.monotonic())
 
@@ -38,10 +39,12 @@ class Meter:
 
     @property
     def speed(self) -> str:
+        """Tokens per second in words; "" before the second step ends."""
         return f"{self.tokens_per_step / pace:,.0f} tokens/s" if (pace := self._pace) else ""
 
     @property
     def remaining(self) -> str:
+        """The time until the last step in words; "" before the second step ends."""
         return f"ETA {clock(pace * (self.steps - self.done))}" if (pace := self._pace) else ""
 
     def line(self, whole: str = "") -> str:
@@ -67,6 +70,7 @@ class Overall:
 
     @property
     def part(self) -> str:
+        """Which of the runs this is, in words; "" for a single run."""
         return f"run {self.run} of {self.runs}" if self.runs > 1 else ""
 
     def __str__(self) -> str:

@@ -144,4 +144,5 @@ class ShardContext:
         return all_reduce(amax, "max", self.group)
 
     def transposed(self) -> "ShardContext":
+        """The same shard of the transposed matrix."""
         return replace(self, dim=1 - self.dim)

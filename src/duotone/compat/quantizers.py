@@ -73,6 +73,7 @@ class QuantizerHandle:
         self._usage = Usage(row if rowwise is None else rowwise, col if columnwise is None else columnwise)
 
     def get_usages(self) -> dict[str, bool]:
+        """The planes that `quantize` computes by default: {"rowwise": bool, "columnwise": bool}."""
         return self._usage._asdict()
 
     rowwise_usage = _usage("rowwise")

@@ -67,11 +67,13 @@ class Distribution(importlib.metadata.Distribution):
     """The metadata for packages that ask for the version of transformer-engine."""
 
     def read_text(self, filename: str) -> str | None:
+        """The metadata as a file of text. None for every other file."""
         return (
             f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {VERSION}\n" if filename == "METADATA" else None
         )
 
     def locate_file(self, path: object) -> Path:
+        """This file: the distribution has none on disk."""
         return Path(__file__)
 
 
@@ -81,6 +83,7 @@ class Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """The spec of their module, None for any other. ModuleNotFoundError if Duotone has no counterpart."""
         if fullname in MODULES:
             return ModuleSpec(fullname, self, origin=__name__, is_package=True)
         if fullname.startswith(f"{ROOT}."):
@@ -89,15 +92,18 @@ class Finder(MetaPathFinder, Loader):
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """An empty module, which looks up its names in Duotone's counterpart."""
         return Names(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
+        """Give the module its version and file."""
         module.__version__ = VERSION  # type: ignore[attr-defined]
         module.__file__ = __file__  # Python's "cannot import name" names it
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterator[importlib.metadata.Distribution]:
+        """The distribution, for `importlib.metadata`."""
         name = getattr(context, "name", None)
         if name is not None and name.lower().replace("-", "_") == ROOT:
             yield Distribution()

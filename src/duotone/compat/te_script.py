@@ -30,6 +30,7 @@ class Use:
     write: str
 
     def to_dict(self) -> dict[str, int | str]:
+        """The fields by name, for JSON."""
         return asdict(self)
 
 

@@ -58,10 +58,12 @@ class CodeFlow(Flow):
         self.run(function.body)
 
     def run(self, statements: Iterable[ast.stmt]) -> None:
+        """Follow statements one by one."""
         for statement in statements:
             self.step(statement)
 
     def step(self, statement: ast.stmt) -> None:
+        """Follow one statement."""
         if isinstance(statement, ast.Assign):
             source = self.value(statement.value)
             for target in statement.targets:
@@ -110,6 +112,7 @@ class CodeFlow(Flow):
         self.values = {name: frozenset().union(*(one.get(name, NOTHING) for one in outcomes)) for name in names}
 
     def bind(self, target: ast.expr, source: Names) -> None:
+        """Follow an assignment of the values that `source` names."""
         if isinstance(target, ast.Name):
             self.values[target.id] = source
         elif isinstance(target, ast.Tuple | ast.List):
@@ -159,6 +162,7 @@ class CodeFlow(Flow):
         return value if isinstance(value, bool) else None
 
     def call(self, call: ast.Call) -> Names:
+        """The value that a call returns: the output of a child, or nothing that is followed further."""
         path = _path(call.func)
         arguments = [*enumerate(call.args), *((keyword.arg or "", keyword.value) for keyword in call.keywords)]
         if not path:

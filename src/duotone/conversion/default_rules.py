@@ -48,6 +48,7 @@ class Why(NamedTuple):
 
     @property
     def text(self) -> str:
+        """The reason in words."""
         text = self.reason.value.format(self.detail)
         return f"{self.matrices} itself, and {text}" if self.matrices else text
 
@@ -197,6 +198,7 @@ class KeptRule(Rule):
         return role is not None and role.name in self.names
 
     def to_dict(self) -> dict[str, object]:
+        """The rule as a table of a recipe file."""
         return {"names": sorted(self.names), "format": self.format}
 
 

@@ -48,6 +48,7 @@ class ExpertsLinear(PlannedGroup, nn.Module):
 
     @property
     def weight(self) -> nn.Parameter:
+        """The parameter of all experts, as torch's linears name it."""
         return self.whole
 
     @property

@@ -98,6 +98,7 @@ def open_fast_paths(model: nn.Module) -> None:
 
 
 def is_fast_path_closed(module: nn.Module) -> bool:
+    """Whether `close_fast_paths` changed this module."""
     return BEFORE in module.__dict__
 
 

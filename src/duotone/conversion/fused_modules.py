@@ -48,6 +48,7 @@ class MLPPipeline:
 
     @property
     def ops(self) -> tuple[Op, ...]:
+        """The first linears (packed if there are several), the activation, the last linear."""
         (name, *more), children = self.pattern.first, self.owner._modules
         first = self.packed if more else children[name]
         return first, self.activation, children[self.pattern.last]  # type: ignore[return-value]
@@ -66,6 +67,7 @@ class MLPPipeline:
 
     @property
     def linears(self) -> tuple[str, ...]:
+        """The names of all linears, the last one last."""
         return *self.pattern.first, self.pattern.last
 
     @property
@@ -120,6 +122,7 @@ class ChainPipeline:
         return f"not fused: {self.refusal}" if self.refusal else f"fused: {len(self.parts)} children are one pipeline"
 
     def run(self, x: Tensor) -> object:
+        """The output of the children in a row. Dropout that does nothing is left out."""
         members = [
             self.ops.get(name, child)
             for name, child in children_of(self.owner).items()
@@ -210,6 +213,7 @@ class NormReaders:
         return same and all(p is None or (type(p) is nn.Parameter and p.device == x.device) for p in (gamma, beta))
 
     def defer(self, x: Tensor) -> DeferredOutput:
+        """The output of the norm, which its readers compute."""
         return Defer.apply(self, torch.is_grad_enabled(), x, *self.op.parameters())
 
     def read(

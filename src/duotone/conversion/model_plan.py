@@ -60,6 +60,7 @@ class PlanRow:
         return self.module, self.gemm, self.a, self.b, self.kernel, self.runs, self.reason
 
     def to_dict(self) -> dict[str, object]:
+        """The fields by name, for JSON."""
         return asdict(self)
 
 

@@ -57,6 +57,7 @@ class Target:
         return slots[0]
 
     def adopt(self, recipe: Recipe, rules: tuple[Rule, ...], slots: dict[str, Quantizer]) -> None:
+        """Change the class of the module in place, and give it the recipe, the rules and its quantizers by slot."""
         module = self._converted()
         module.adopt(recipe, rules, self.name, self.site, slots)
         module.plans.prepare(recipe)
@@ -118,6 +119,7 @@ def _targets(model: nn.Module, skipped: Reasons, sites: Mapping[str, Site]) -> I
 
 
 def converted_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The planned class that modules of a class get."""
     if kind is nn.Linear:
         return Linear
     return forwards.planned_class(PlannedLinear if issubclass(kind, nn.Linear) else TransposedLinear, kind)
@@ -150,6 +152,7 @@ _rebuild = functools.partial(forwards.rebuild, PlannedLinear)  # for old pickles
 
 
 def original_class(kind: type) -> type:
+    """The class from which `converted_class` came."""
     if PARAMETRIZED in vars(kind):
         return vars(kind)[PARAMETRIZED]
     return next(base for base in kind.__mro__ if issubclass(base, nn.Module) and not issubclass(base, Planned))

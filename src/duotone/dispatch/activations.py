@@ -99,31 +99,38 @@ def _materialized(producer: "FusedProducer", like: Tensor) -> Tensor:
 
 
 def gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """The gradient of the tanh form of GELU."""
     return aten.gelu_backward(dy, x, approximate="tanh")
 
 
 def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x)."""
     return x * torch.sigmoid(QUICK * x)
 
 
 def quick_gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """The gradient of `quick_gelu`."""
     gate = torch.sigmoid(QUICK * x)
     return dy * gate + aten.sigmoid_backward(dy * x, gate) * QUICK
 
 
 def relu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """The gradient of ReLU."""
     return aten.threshold_backward(dy, x, 0)
 
 
 def squared_relu(x: Tensor) -> Tensor:
+    """relu(x) squared."""
     return F.relu(x).square()
 
 
 def squared_relu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """The gradient of `squared_relu`."""
     return relu_gradient(dy * (2 * F.relu(x)), x)
 
 
 def sigmoid_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """The gradient of the sigmoid."""
     return aten.sigmoid_backward(dy, torch.sigmoid(x))
 
 

@@ -33,6 +33,7 @@ class TracedProducer:
 
     @property
     def x(self) -> Tensor:
+        """The first input, on whose device the cast runs."""
         assert self.inputs[0] is not None
         return self.inputs[0]
 

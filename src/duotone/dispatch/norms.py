@@ -48,9 +48,11 @@ class RowNorm:
         return 1 + self.centred
 
     def forward(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> tuple[Tensor, ...]:
+        """y (*lead, N), then the statistics that backward needs, fp32 (*lead, 1)."""
         raise NotImplementedError
 
     def backward(self, dy: Tensor, x: Tensor, gamma: Weight, beta: Weight, saved: Saved, needs: Needs) -> Gradients:
+        """The gradients of x, gamma and beta. None for those that `needs` leaves out."""
         raise NotImplementedError
 
     def produced(self, x: Tensor, gamma: Weight, beta: Weight, eps: float, *saved: Tensor) -> "FusedProducer | None":
@@ -112,6 +114,7 @@ class LayerNormKernel(RowNorm):
         return aten.native_layer_norm(x, [x.shape[-1]], gamma, beta, eps)
 
     def replay(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> Tensor:
+        """y in operations that autograd differentiates."""
         return F.layer_norm(x, x.shape[-1:], gamma, beta, eps)
 
     def backward(self, dy: Tensor, x: Tensor, gamma: Weight, beta: Weight, saved: Saved, needs: Needs) -> Gradients:
@@ -128,6 +131,7 @@ class RMSNormKernel(RowNorm):
         return aten._fused_rms_norm(x, [x.shape[-1]], gamma, eps)
 
     def replay(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> Tensor:
+        """y in operations that autograd differentiates."""
         wide = widened(x)
         y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return (y if gamma is None else y * gamma).to(x.dtype)
@@ -179,6 +183,7 @@ class L2Kernel:
         return (wide * scale).to(x.dtype), scale
 
     def replay(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> Tensor:
+        """y in operations that autograd differentiates."""
         return self.forward(x, gamma, beta, eps)[0]
 
     def produced(self, x: Tensor, gamma: Weight, beta: Weight, eps: float, *saved: Tensor) -> "FusedProducer | None":

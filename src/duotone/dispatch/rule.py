@@ -34,6 +34,7 @@ class GemmProblem:
 
     @property
     def epilogues(self) -> set[Epilogue]:
+        """Which scales follow the product."""
         return {self.a.epilogue, self.b.epilogue}
 
 
@@ -41,15 +42,23 @@ class Operand(Protocol):
     """An encoded matrix, contraction last (`duotone.tensor.Plane`)."""
 
     @property
-    def format(self) -> Format: ...
+    def format(self) -> Format:
+        """The format of the codes."""
+        ...
 
     @property
-    def parts(self) -> Parts: ...
+    def parts(self) -> Parts:
+        """The buffers by name, as `Format.parts` describes them."""
+        ...
 
     @property
-    def shape(self) -> tuple[int, int]: ...
+    def shape(self) -> tuple[int, int]:
+        """The logical shape (M, K)."""
+        ...
 
-    def dequantize(self, dtype: torch.dtype) -> Tensor: ...
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The values that the product multiplies, (M, K)."""
+        ...
 
 
 class JoinedOperand(NamedTuple):
@@ -99,7 +108,9 @@ Place = tuple[Tensor, bool]
 class Product(Protocol):
     """A product (M, N) that is not computed yet. Operands kept in high precision are read in `operand_dtype`."""
 
-    def compute(self, dtype: torch.dtype, operand_dtype: torch.dtype) -> Tensor: ...
+    def compute(self, dtype: torch.dtype, operand_dtype: torch.dtype) -> Tensor:
+        """The product in `dtype`."""
+        ...
 
     def compute_into(self, out: Tensor, adds: bool, operand_dtype: torch.dtype) -> None:
         """Written over `out` or, `adds`, added to it."""

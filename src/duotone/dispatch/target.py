@@ -44,6 +44,7 @@ class Target:
 
     @property
     def has_new_cublas(self) -> bool:
+        """Whether its cuBLAS multiplies FP8 with scales per row to fp32, and per block on Hopper."""
         return self.cuda is None or self.cuda >= BLOCKS_SINCE
 
     @property

@@ -36,6 +36,7 @@ class Entry:
         return torch.Size([self.live.shape[0] * math.prod(shards), *self.live.shape[1:]]) if shards else self.live.shape
 
     def saved(self) -> Tensor:
+        """What a checkpoint stores: `live`, or a DTensor over it."""
         return self._whole(self.live.detach().contiguous())
 
     def empty(self) -> Tensor:
@@ -44,6 +45,7 @@ class Entry:
 
     @torch.no_grad()
     def write(self, loaded: Tensor) -> None:
+        """Copy what a load filled into `live`."""
         self.live.copy_(local(loaded) if self.cut is not None else loaded)
 
     def _whole(self, x: Tensor) -> Tensor:
@@ -146,6 +148,7 @@ def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Entry
 
 
 def group_entries(optimizer: Optimizer) -> dict[str, Entry]:
+    """Entries for the numbers in the parameter groups of an optimizer, such as its learning rates."""
     return {
         f"{GROUP}.{at}.{key}": Entry(as_tensor(value))
         for at, group in enumerate(optimizer.param_groups)
@@ -155,6 +158,7 @@ def group_entries(optimizer: Optimizer) -> dict[str, Entry]:
 
 
 def is_number(value: object) -> bool:
+    """Whether a value is a number, or a tensor of one element."""
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 

@@ -21,6 +21,7 @@ class Block(NamedTuple):
 
     @property
     def name(self) -> str:
+        """ "tensor", "row", or as "1x32"."""
         return {(0, 0): "tensor", (1, 0): "row"}.get(self, f"{self.rows}x{self.cols}")
 
     @property
@@ -93,6 +94,7 @@ class PartSpec:
 
     @property
     def entries(self) -> tuple[int | None, int | None]:
+        """Logical rows and columns of an entry."""
         return self.rows_per_entry, self.cols_per_entry
 
 
@@ -100,7 +102,9 @@ class Shard(Protocol):
     """A matrix that is one of several shards along `dim` (0 rows, 1 columns), whose amaxes have to agree."""
 
     @property
-    def dim(self) -> int: ...
+    def dim(self) -> int:
+        """The dimension that is cut into shards."""
+        ...
 
     @property
     def agreed(self) -> Tensor | None:

@@ -121,12 +121,15 @@ class ScaleRule:
         raise NotImplementedError
 
     def codes_scale(self, parts: Parts, grid: tuple[int, int]) -> Tensor | None:
+        """fp32, what multiplies codes before a product. None if nothing does."""
         return self.factor(parts, grid)
 
     def epilogue_scale(self, parts: Parts) -> Tensor | None:
+        """fp32, what multiplies a product after it. None if nothing does."""
         return None
 
     def epilogue(self, block: Block) -> Epilogue:
+        """The shape of `epilogue_scale` for blocks of this size."""
         return Epilogue.NONE
 
     def stored_block(self, block: Block) -> Block:

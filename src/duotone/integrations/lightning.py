@@ -35,6 +35,7 @@ class FabricDuotonePrecision(FabricPrecision):
         return f"{type(self).__name__}({self.recipe.name})"
 
     def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert a model in place, unless it was converted before. Returns it."""
         if all(state.model is not module for state in self.states):
             convert(module, self.recipe, self.rules)
             hide_states(module)
@@ -42,6 +43,7 @@ class FabricDuotonePrecision(FabricPrecision):
         return module
 
     def state_dict(self) -> dict[str, dict[str, object]]:
+        """The state of each converted model, by its number."""
         return {str(at): state.state_dict() for at, state in enumerate(self.states)}
 
     def load_state_dict(self, state_dict: dict[str, dict[str, object]]) -> None:

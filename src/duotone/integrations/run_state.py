@@ -56,6 +56,7 @@ class RunState:
         self.model = model
 
     def state_dict(self) -> dict[str, object]:
+        """Seeds and scales as bytes, and the planes of quantized parameters."""
         return {KEY: packed_state(self.model), "planes": quantized_parameters(self.model)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

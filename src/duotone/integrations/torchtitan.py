@@ -55,9 +55,10 @@ class DuotoneTrainer(Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        pass
+        """torchtitan's configuration, unchanged."""
 
     def state_dict(self) -> dict[str, object]:
+        """torchtitan's state, and the seeds and scales of each part of the model."""
         return {**super().state_dict(), KEY: [packed_state(part) for part in self.model_parts]}
 
     def load_state_dict(self, state_dict: dict[str, list[str]]) -> None:

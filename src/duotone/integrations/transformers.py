@@ -79,6 +79,7 @@ class DuotoneConfig(QuantizationConfigMixin):
         self.quantize_parameters = quantize_parameters
 
     def to_dict(self) -> dict[str, object]:
+        """The configuration as `config.json` holds it."""
         return {
             "quant_method": METHOD,
             "recipe": self.recipe.name,
@@ -113,6 +114,7 @@ class DuotoneQuantizer(HfQuantizer):
                 load_packed_state(model, saved[KEY])
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The weights, and the seeds and scales as metadata of the file."""
         metadata = {KEY: packed_state(model), f"{KEY}_recipe": self.quantization_config.recipe.name}
         return model.state_dict(), metadata
 
@@ -120,6 +122,7 @@ class DuotoneQuantizer(HfQuantizer):
         return revert(convert_parameters(model, "bf16"))
 
     def is_serializable(self) -> bool:
+        """True: a converted model can be saved."""
         return True
 
     is_trainable = is_qat_trainable = is_compileable = property(lambda self: True)
@@ -160,6 +163,7 @@ class DuotoneCallback(TrainerCallback):
         return f"DuotoneCallback({getattr(self.schedule or self.recipe, 'name', None)})"
 
     def on_init_end(self, args: object, state: object, control: object, model: nn.Module, **_: object) -> None:
+        """Convert the model."""
         if self.schedule is not None and self.recipe is None:
             self.recipe = self.schedule.phases[0].recipe
         if self.recipe is not None:
@@ -169,6 +173,7 @@ class DuotoneCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: Any, control: object, model: nn.Module, **_: object
     ) -> None:
+        """Convert the model if it was not there before, and follow the schedule. UserError without a recipe."""
         if not any(isinstance(module, Planned) for module in model.modules()):  # of model_init, or before add_callback
             self.on_init_end(args, state, control, model)
         if not any(isinstance(module, Planned) for module in model.modules()):
@@ -197,22 +202,26 @@ class DuotoneCallback(TrainerCallback):
             raise UserError("no DuotoneCallback saved the seeds and scales of this checkpoint; start from its weights")
 
     def on_step_begin(self, args: object, state: TrainerState, control: object, model: nn.Module, **_: object) -> None:
+        """Change to the recipe that the schedule has for this step."""
         self.step = state.global_step
         self._follow(model)
 
     def on_step_end(self, args: object, state: Any, control: TrainerControl, model: nn.Module, **_: object) -> None:
+        """Put seeds and scales into the trainer's state before a checkpoint."""
         if control.should_save:
             state.stateful_callbacks[KEY] = packed_state(model)
 
     on_epoch_end = on_step_end
 
     def on_save(self, args: TrainingArguments, state: Any, control: object, model: nn.Module, **_: object) -> None:
+        """Write the planes of quantized parameters beside the checkpoint."""
         saved = state.stateful_callbacks.pop(KEY, None)
         file = _files(args, state)[0]
         if saved is not None and quantized_parameters(model) and state.is_world_process_zero and file.parent.is_dir():
             save_planes(model, file, saved)
 
     def on_train_end(self, args: object, state: TrainerState, control: object, model: nn.Module, **_: object) -> None:
+        """Leave the model under its last recipe, and write the report."""
         for hook in self.hooks:
             hook.remove()
         if self.schedule is not None:

@@ -149,6 +149,7 @@ class Target(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors in the order in which the kernel takes them."""
         return self.row_codes, self.row_scale, self.col_codes, self.col_scale, self.scale, self.live
 
 

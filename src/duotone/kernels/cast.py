@@ -55,6 +55,7 @@ class Buffers(NamedTuple):
     """That of codes which are `typed`; others are uint8."""
 
     def allocations(self, typed: bool, shares_scale: bool) -> Allocations:
+        """Size, stride and dtype of the codes, and of the scales unless another plane has them."""
         scale = self.scale, self.scale_stride, self.dtype
         codes = self.codes, self.codes_stride, self.element if typed else torch.uint8
         return codes, None if shares_scale else scale

@@ -25,6 +25,7 @@ def is_small(element):
 
 @triton.constexpr_function
 def is_packed(element):
+    """Whether two codes share a byte."""
     return isinstance(element, int) and element == 0
 
 

@@ -281,6 +281,7 @@ class GroupedProduct:
 
     @staticmethod
     def of_blocks(square: bool) -> "GroupedProduct":
+        """The product of codes in blocks."""
         return GroupedProduct(False, BLOCK.value, square)
 
     def __init__(self, fast: bool, scales: int, square: bool = False, tile: Tile | None = None) -> None:

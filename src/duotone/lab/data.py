@@ -29,6 +29,7 @@ class Corpus:
 
     @property
     def size(self) -> int:
+        """Bytes of text."""
         return self.train.numel() + self.heldout.numel()
 
     def batch(self, seed: int, step: int, *, count: int, context: int) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,7 @@ class Parallel:
 
     @property
     def ranks(self) -> int:
+        """The number of GPUs."""
         return self.fsdp * self.tp * self.ep
 
     def __str__(self) -> str:

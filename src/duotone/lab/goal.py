@@ -26,6 +26,7 @@ class Prediction:
 
 
 def predict(chosen: Mapping[Gemm, Option], costs: Costs) -> Prediction:
+    """What the chosen options add up to. The speed is None if that of one is unknown."""
     times = [option.time for option in chosen.values() if option.time is not None]
     return Prediction(
         sum(costs[*gemm, option.recipe] for gemm, option in chosen.items()),

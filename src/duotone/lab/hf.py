@@ -71,6 +71,7 @@ class HuggingFace:
 
     @property
     def has_weights(self) -> bool:
+        """Whether the folder has files of weights, and not a configuration alone."""
         return any(path for pattern in WEIGHTS for path in Path(self.source).glob(pattern))
 
     def config(self, preset: Preset) -> Any:

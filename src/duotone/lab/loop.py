@@ -80,6 +80,7 @@ class Run:
 
     @property
     def final_heldout_loss(self) -> float | None:
+        """The last loss on held-out text. None if it was never measured."""
         return self.heldout_loss[-1][1] if self.heldout_loss else None
 
     @property

@@ -23,16 +23,20 @@ class Lab:
     mlp: str = "SwiGLU"
 
     def outline(self, preset: Preset) -> nn.Module:
+        """The model of a preset, with the weights of the constructor."""
         return self.kind(preset.model)
 
     def build(self, preset: Preset, seed: int) -> nn.Module:
+        """The model of a preset, with weights drawn from a seed."""
         return model.build(preset.model, seed, kind=self.kind)
 
     def describe(self, preset: Preset) -> str:
+        """The sizes of the model in words."""
         sizes, head = preset.model, "tied head" if preset.model.tied else "untied head"
         return f"{sizes.layers} layers of {sizes.dim}, {sizes.heads} heads, {self.mlp} {sizes.hidden}, {head}"
 
     def digest(self, preset: Preset) -> str:
+        """Nothing decides what the model computes besides its name and the preset: ""."""
         return ""
 
 

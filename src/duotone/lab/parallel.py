@@ -127,6 +127,7 @@ class ShardedAdamW:
 
 
 def mixtures(model: nn.Module) -> list[MoE]:
+    """All mixtures of experts in a model."""
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 

@@ -35,6 +35,7 @@ class Preset:
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of a batch."""
         return self.batch * self.model.context
 
     def resized(

@@ -44,6 +44,7 @@ class LinearStage(Stage):
 
     @property
     def linears(self) -> tuple["LinearStage", ...]:
+        """The stage itself: fused stages have several."""
         return (self,)
 
     @property

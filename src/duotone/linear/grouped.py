@@ -73,6 +73,7 @@ class GroupedStage(Stage):
 
     @property
     def plan(self) -> LinearPlan:
+        """The plan of each expert."""
         return self.linears[0].plan
 
     def of_module(self, handle: Tensor) -> "GroupedStage":
@@ -81,6 +82,7 @@ class GroupedStage(Stage):
 
     @property
     def name(self) -> str:
+        """The name of the module in roles."""
         return self.linears[0].name
 
     @property

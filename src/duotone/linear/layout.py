@@ -52,18 +52,23 @@ class Layout:
         return plane
 
     def gather_grad(self, plane: Plane, dim: int) -> Plane:
+        """The gradient of the output from this rank's plane, whose `dim` holds the rows of the activation."""
         return plane
 
     def bias_in_product(self, bias: Tensor | None) -> Tensor | None:
+        """The bias that the product adds. None if `reduce_output` adds it."""
         return bias
 
     def reduce_output(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        """The output of the module, from this rank's product."""
         return y
 
     def reduce_grad_input(self, dx: Tensor) -> Tensor:
+        """The gradient of the input, from this rank's product."""
         return dx
 
     def reduce_grad_bias(self, db: Tensor) -> Tensor:
+        """The gradient of the bias, from that of this rank's rows."""
         return db
 
 

@@ -65,6 +65,7 @@ class PlanRequest:
         return replace(self, weight_held=None, input_held=None)
 
     def role(self, tensor_type: str) -> QuantizerRole:
+        """The role of a slot of this module."""
         return QuantizerRole(self.module_type, tensor_type, self.name)
 
     @property
@@ -127,6 +128,7 @@ class GemmPlan:
 
     @property
     def b(self) -> Format:
+        """The format of the second operand."""
         return self.problem.b
 
 
@@ -168,10 +170,12 @@ class LinearPlan:
 
     @property
     def quantizers(self) -> dict[str, Quantizer]:
+        """The quantizer of each slot."""
         return {kind: operand.quantizer for kind, operand in self.operands.items()}
 
     @property
     def gemms(self) -> Iterator[GemmPlan]:
+        """The three products: of forward, of the gradient of the input, of that of the weight."""
         return iter((self.fprop, self.dgrad, self.wgrad))
 
     @property
@@ -183,6 +187,7 @@ class LinearPlan:
 
     @property
     def is_delayed(self) -> bool:
+        """Whether any operand has delayed scales."""
         return any(any(operand.quantizer.delayed) for operand in self.operands.values())
 
     def with_slots(self, slot: Callable[[str, int], Slot]) -> "LinearPlan":

@@ -100,6 +100,7 @@ class OptimizerSteps:
         self.is_registered = False
 
     def register(self) -> None:
+        """Begin to count, if it has not begun."""
         if not self.is_registered:
             self.is_registered = True
             register_optimizer_step_post_hook(self)
@@ -133,6 +134,7 @@ class WeightCache:
         STEPS.register()
 
     def clear(self) -> None:
+        """Forget the planes."""
         self.stamp, self.planes, self.captured = None, Planes(None, None), None
 
     def refresh(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:

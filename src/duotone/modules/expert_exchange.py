@@ -70,10 +70,12 @@ class Exchange(Rows):
 
     @property
     def experts(self) -> int:
+        """The number of experts of this rank."""
         return self.counts.shape[0]
 
     @property
     def total(self) -> int:
+        """The number of rows that this rank receives."""
         return sum(self.received)
 
     @cached_property
@@ -99,6 +101,7 @@ class Exchange(Rows):
         return all_to_all(rows, self.sent, self.received, self.group)[self.order]
 
     def send_back(self, rows: Tensor) -> Tensor:
+        """The reverse of `send`: rows return to their ranks, in the order before it. Dropped rows are zeros."""
         rows = all_to_all(rows[self.inverse], self.received, self.sent, self.group)
         if self.places is None:
             return rows

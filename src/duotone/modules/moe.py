@@ -50,6 +50,7 @@ class Routing(Rows):
 
     @property
     def total(self) -> int:
+        """The number of choices: tokens times k."""
         return self.chosen.numel()
 
     def count(self) -> Tensor:
@@ -59,6 +60,7 @@ class Routing(Rows):
 
     @cached_property
     def counts(self) -> Tensor:
+        """The rows of each expert, int64 (E,)."""
         return self.count()
 
     @property
@@ -203,6 +205,7 @@ class MoE(ModuleGroup):
         self.ep_group = ep_group.group_name
 
     def forward(self, x: Tensor, *, is_first_microbatch: bool | Tensor | None = None) -> Tensor:
+        """x (*lead, hidden_size) -> the same shape and dtype. UserError for another width."""
         width = self.router.weight.shape[1]
         if x.shape[-1:] != (width,):
             raise UserError(f"MoE takes (..., {width}); got {tuple(x.shape)}: reshape the input")

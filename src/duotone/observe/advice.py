@@ -56,6 +56,7 @@ class AdviceRow:
 
     @property
     def formats(self) -> Formats:
+        """The formats of both operands."""
         return self.a, self.b
 
     @property

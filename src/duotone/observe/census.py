@@ -36,6 +36,7 @@ class PipelineCall:
 
     @staticmethod
     def of(forward: Stages, backward: Stages, x: Tensor, operands: Sequence[object]) -> "PipelineCall":
+        """The call of a pipeline, without the data of its tensors."""
         tracked = torch.is_grad_enabled()
         shells, keys = zip(*(_shell(value, tracked) for value in (x, *operands)), strict=True)
         stages = tuple((type(basic), getattr(basic, "plan", basic)) for stage in forward for basic in stage.basics)
@@ -143,6 +144,7 @@ class Census:
         return [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in alive if s is not None]
 
     def clear_gradients(self) -> None:
+        """Drop the gradients of the tensors whose earlier gradients `restore_gradients` puts back."""
         for reference, _ in self._gradients:
             tensor = reference()
             if tensor is not None:

@@ -45,6 +45,7 @@ class Moment:
 
     @property
     def total(self) -> int:
+        """Bytes of this moment."""
         return self.fixed + self.saved + self.gradients + self.workspace
 
 
@@ -114,6 +115,7 @@ class LedgerRow:
 
     @property
     def total(self) -> int:
+        """Bytes of the module."""
         return self.weights + self.caches + self.saved
 
 
@@ -136,9 +138,11 @@ class Ledger:
 
     @property
     def predicted_peak(self) -> int:
+        """Bytes of the largest moment of the step."""
         return self.peak.total
 
     def rows(self) -> list[dict[str, Any]]:
+        """A table: the fields of each row, and its total."""
         return [{**asdict(row), "total": row.total} for row in self.modules]
 
     def __str__(self) -> str:

@@ -172,6 +172,7 @@ class JsonLines:
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 

@@ -82,6 +82,7 @@ class Holdings:
     tensors: list[Tensor] = field(default_factory=list)
 
     def enter(self, column: dict[str, int], owner: str, tensor: Tensor) -> None:
+        """Add the storages of a tensor that no owner has yet to this owner."""
         new = {key: size for key, size in sizes([tensor]).items() if key not in self.sizes}
         self.sizes.update(new)
         self.tensors.append(tensor)

@@ -52,6 +52,7 @@ class TappedQuantizer:
         """None: a matrix that only its cast kernel computes cannot be recorded, so it is materialized."""
 
     def encode(self, x: Tensor, usage: Usage = BOTH, ctx: QuantizeContext = LOCAL) -> Planes:
+        """The planes of the inner quantizer, which the store samples."""
         planes = self.inner.encode(x, usage, ctx)
         with torch.no_grad():
             self.store.take(self.role, x, planes, ctx.slots)

@@ -99,6 +99,7 @@ class NormOp(Op):
         self.stages = {keeps: NormStage(NORMS[kind], eps, zero_centered, keeps) for keeps in (False, True)}
 
     def parameters(self) -> Parameters:
+        """(gamma, beta), None for one that the module does not have."""
         weight, bias = self.names
         tensors = tensors_of(self.owner, weight)  # past nn.Module's slow look-up
         return tensors.get(weight), tensors.get(bias)
@@ -114,6 +115,7 @@ class NormOp(Op):
         self.reset()
 
     def reset(self) -> None:
+        """Set gamma and beta to the values that change nothing."""
         gamma, beta = self.parameters()
         if gamma is not None:
             nn.init.constant_(gamma, 0.0 if self.zero_centered else 1.0)

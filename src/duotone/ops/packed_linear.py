@@ -38,6 +38,7 @@ class PackedLinear(Op):
 
     @property
     def linears(self) -> Linears:
+        """The linears in the order of their outputs."""
         children = self.owner._modules
         return tuple(children[name] for name in self.names)  # type: ignore[misc]
 

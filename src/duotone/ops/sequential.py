@@ -51,6 +51,7 @@ class Sequential(RunsOps, nn.Sequential):
         is_first_microbatch: bool | Tensor | None = None,
         op_kwargs: Mapping[nn.Module | int, Keywords] | None = None,
     ) -> Outputs:
+        """The output of the last module, and further outputs behind it. UserError if further inputs are missing."""
         modules = tuple(self._modules.values())
         takes = public_inputs(modules)
         if takes != len(extra):

@@ -76,6 +76,7 @@ class Mark(NamedTuple):
 
     @staticmethod
     def of(parameter: Tensor, *, is_load: bool = False) -> "Mark":
+        """The mark of a parameter as it is now."""
         codes, fmt = shard_of(parameter), None
         version = parameter._version if codes is parameter else parameter._version + codes._version
         if isinstance(codes, QuantizedTensor):

@@ -263,18 +263,22 @@ class Refused:
         )
 
     def save(self, x: Tensor, operands: tuple[object, ...], outputs: list[Tensor]) -> Saved:
+        """Append the empty extra output, which backward saves."""
         mark = torch.empty(0)
         outputs.append(mark)
         return (mark,)
 
     def differentiate(self, ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Gradients:
+        """The gradients, whose own gradient is an error."""
         saved = ctx.saved_tensors
         return with_gradient(lambda _, *dy: run_backward(ctx, dy, saved), self.check, saved[-1], *gradients)
 
     def check(self, *gradients: Tensor) -> NoReturn:
+        """UserError with the reason."""
         raise UserError(self.message)
 
     def transformed(self, forward: Stages, backward: Backward, x: Tensor, *operands: object) -> NoReturn:
+        """UserError: transforms need a second derivative."""
         self.check()
 
 

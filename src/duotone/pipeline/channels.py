@@ -38,6 +38,7 @@ def _bind(op: object, kind: str, count: int, index: int, channel: str | None, va
 
 
 def bound(op: object, kind: str) -> dict[int, Any]:
+    """The channels of an op of one kind, by index."""
     return op.__dict__.get(kind) or {}
 
 
@@ -48,6 +49,7 @@ def public_inputs(ops: Sequence[object]) -> int:
 
 
 def are_used(ops: Sequence[object]) -> bool:
+    """Whether any op has a channel."""
     return any([INPUTS in op.__dict__ or OUTPUTS in op.__dict__ for op in ops])
 
 

@@ -48,6 +48,7 @@ class Unchanged:
 
     @property
     def tensors(self) -> Sequence[Tensor | None]:
+        """The tensors. UserError if one was written to."""
         if self._current() != self._versions:
             raise UserError(
                 "the input of a fused norm was changed in place before its output was read; "
@@ -114,6 +115,7 @@ class DeferredOutput(Tensor):
         return function(*plain, **options)
 
     def data_ptr(self) -> int:
+        """The address of the values, which are computed now if they were not before."""
         return self.materialize().data_ptr()
 
     def __repr__(self) -> str:

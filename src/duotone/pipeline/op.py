@@ -72,6 +72,7 @@ def title(owner: object) -> str:
 
 
 def refuse_distributed(owner: object) -> NoReturn:
+    """UserError: this module takes no DTensor."""
     raise UserError(f"{title(owner)} takes local tensors; got a DTensor: pass its to_local()")
 
 

@@ -69,6 +69,7 @@ class ConsumerRoles:
         """Under the recipe of the last call."""
 
     def forget(self) -> None:
+        """Ask the neighbours again."""
         self.by_recipe, self.shown = {}, NOBODY
 
 

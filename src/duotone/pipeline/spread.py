@@ -34,14 +34,17 @@ class Spread(NamedTuple):
 
     @property
     def cuts_last(self) -> bool:
+        """Whether the last dimension is cut."""
         return self.dim == self.last
 
     @property
     def last(self) -> int:
+        """The number of the last dimension."""
         return len(self.shape) - 1
 
     @property
     def group(self) -> str:
+        """The name of the process group of the mesh."""
         return self.mesh.get_group().group_name
 
 

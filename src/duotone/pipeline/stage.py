@@ -37,6 +37,7 @@ class Stage:
 
     @property
     def basics(self) -> tuple["Stage", ...]:
+        """The basic stages that this stage stands for, in their order."""
         return (self,)
 
     @property

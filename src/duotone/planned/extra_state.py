@@ -50,6 +50,7 @@ class Unpickler(pickle.Unpickler):
     """Builds tensors and plain values alone. UserError for everything else that a pickle names."""
 
     def find_class(self, module: str, name: str) -> object:
+        """The class or function of a name in a pickle. UserError unless it is allowed."""
         if module.partition(".")[0] in ("transformer_engine", "transformer_engine_torch"):
             return Opaque
         path = f"{module}.{name}"

@@ -167,6 +167,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
 
     @property
     def biases(self) -> tuple[Tensor | None, ...]:
+        """The bias of each expert, (out_features,); all None without biases."""
         if not self.use_bias:
             return (None,) * self.num_gemms
         if self.single_grouped_bias:

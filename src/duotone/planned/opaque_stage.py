@@ -48,6 +48,7 @@ class OpaqueStage(Stage):
 
     @property
     def plan(self) -> LinearPlan:
+        """The plan of the wrapped stage."""
         return self.stage.plan
 
     @property
@@ -113,12 +114,14 @@ class View(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor | None, sources: Sequence[Tensor]) -> "View | None":
+        """The view of the first source whose memory the tensor has. None if it has that of none."""
         for i, source in enumerate(sources):
             if tensor is not None and same_memory(tensor, source):
                 return View(i, tensor.size(), tensor.stride(), int(tensor.storage_offset() - source.storage_offset()))
         return None
 
     def restore(self, sources: Sequence[Tensor], copies: bool) -> Tensor:
+        """The tensor, over the memory of its source or, `copies`, over new memory."""
         source = sources[self.source]
         tensor = source.as_strided(self.size, self.stride, source.storage_offset() + self.offset)
         return tensor.clone() if copies else tensor

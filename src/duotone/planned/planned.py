@@ -115,6 +115,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
 
     @property
     def consumers(self) -> ConsumerRoles:
+        """The roles of the modules that read this one's output."""
         return self.plans.consumers
 
     def forget_recipe(self, recipe: str) -> None:

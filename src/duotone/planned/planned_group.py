@@ -38,6 +38,7 @@ class PlannedGroup(Planned):
 
     @property
     def biases(self) -> tuple[Tensor | None, ...]:
+        """The bias of each expert; all None unless a class has biases."""
         return (None,) * self.num_gemms
 
     def whole_weights(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -100,6 +100,7 @@ class Planner:
 
     @property
     def module(self) -> "Planned":
+        """The module that the plans are for."""
         module = self.owner()
         assert module is not None
         return module
@@ -217,6 +218,7 @@ class Planner:
         return stage.of_module(self.handle) if stage.plan.is_delayed else stage
 
     def has_weight(self, key: Key, dtype: torch.dtype) -> bool:
+        """Whether the weight still has the dtype and the formats that a key was built for."""
         module = self.module
         if any(map(is_distributed, module.weight_owners(0))):  # of another block, which FSDP2 has not gathered
             return False

@@ -154,6 +154,7 @@ class SentWeight:
         *,
         out: PlaneTensor | None = None,
     ) -> tuple[PlaneTensor, tuple[Tensor, ...]] | None:
+        """FSDP2's hook: the gathered weight, and what to free after its use. None if `out` has the planes."""
         if not self.is_even and (param := self.gathers.param) is not None:
             param.padded_sharded_param_size = self.padded
 
@@ -232,6 +233,7 @@ class SentWeight:
         return self.plane(side, self.contexts[side])
 
     def planes(self, usage: Usage) -> Planes:
+        """The planes of this rank's rows that `usage` names, and a rowwise one that another is derived from."""
         derives = self.gathers.derives
         row = self.agreed(ROWWISE).rowwise if usage.rowwise or derives else None
         if derives and row is not None:

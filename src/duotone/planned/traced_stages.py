@@ -165,6 +165,7 @@ def owner_of(handle: Tensor) -> OwnsSlots:
 
 
 def planner_of(handle: Tensor) -> "Planner":
+    """The planner whose number a tensor holds."""
     return cast("Planner", owner_of(handle))
 
 

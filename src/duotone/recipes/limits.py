@@ -15,6 +15,7 @@ def is_table(value: object) -> TypeGuard[Table]:
 
 
 def is_list(value: object) -> TypeGuard[list[Any]]:
+    """Whether a value is a list, of anything."""
     return isinstance(value, list)
 
 

@@ -160,6 +160,7 @@ class Rule:
             )
 
     def to_dict(self) -> Table:
+        """The rule as a table of a recipe file, without fields that are at their defaults."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: v for k, v in values.items() if v is not None and (k, v) != ("columnwise_source", "original")}
 

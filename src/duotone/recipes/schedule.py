@@ -87,6 +87,7 @@ class Schedule:
 
     @property
     def name(self) -> str:
+        """The title, under which plans and reports show the schedule."""
         return self.title
 
     def over(self, steps: int) -> "Schedule":

@@ -28,6 +28,7 @@ class Card:
 
     @property
     def title(self) -> str:
+        """The operand and its direction."""
         return f"{self.role} {self.plane}"
 
 

@@ -41,6 +41,7 @@ class Hardware:
     speeds: dict[str, Speed]
 
     def speed(self, run: RunEntry) -> Speed:
+        """The speed of a run."""
         return self.speeds.get(run["name"], UNKNOWN)
 
 

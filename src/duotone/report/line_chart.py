@@ -27,6 +27,7 @@ class Curve:
 
     @property
     def points(self) -> Points:
+        """The points of all stretches."""
         return [point for stretch in self.stretches for point in stretch]
 
 
@@ -84,6 +85,7 @@ class LineChart:
 
     @cached_property
     def y(self) -> Axis:
+        """The losses between `y_limits`, upwards."""
         return Axis.over(*self.y_limits, (self.height - BOTTOM, TOP))
 
     def path(self, curve: Curve) -> str:

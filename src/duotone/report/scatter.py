@@ -46,10 +46,12 @@ class Scatter:
 
     @property
     def has_unknown(self) -> bool:
+        """Whether the speed of a dot is not known."""
         return any(dot.across is None for dot in self.dots)
 
     @cached_property
     def x(self) -> Axis:
+        """Contains every dot; dots of unknown speed have a place to the left of it."""
         values = [dot.across for dot in self.dots if dot.across is not None] or [0.0]
         start = LEFT + (UNKNOWN if self.has_unknown else 14)
         return Axis.over(*round_out(min(values), max(values)), (start, self.width - 20))

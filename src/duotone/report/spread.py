@@ -44,14 +44,17 @@ class Histogram:
 
     @property
     def x(self) -> Axis:
+        """Powers of two."""
         return Axis.over(self.lowest, self.lowest + len(self.shares), (LEFT, RIGHT), ticks=8, whole=True)
 
     @property
     def y(self) -> Axis:
+        """Percent of the nonzero elements."""
         return Axis.over(0.0, 100 * max(self.shares), (HEIGHT, TOP), ticks=3)
 
     @property
     def height(self) -> int:
+        """Pixels of the chart, with a line for each reach below it."""
         return HEIGHT + 42 + LINE * len(self.reaches)
 
 

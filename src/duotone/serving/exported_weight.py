@@ -75,10 +75,12 @@ class ExportedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(N, K)."""
         return self.weight.shape[0], self.weight.shape[1]
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
+        """What is stored, by its full name."""
         return {f"{self.name}.{end}": spec for end, spec in self.scheme.specs(self.shape).items()}
 
     @property
@@ -92,6 +94,7 @@ class ExportedWeight:
 
     @property
     def source(self) -> str:
+        """Where the codes come from: "planes", "encoded", or "re-encoded" if they were rounded before."""
         if self.plane is not None and self.amax is None:
             return "planes"
         is_rounded = self.is_rounded or isinstance(self.weight, QuantizedTensor)
@@ -180,12 +183,14 @@ class Error:
     norm: float = 0.0
 
     def add(self, decoded: Tensor, values: Tensor) -> None:
+        """Count further rows: what was decoded, and the values."""
         values = values.float()
         self.lost = math.hypot(self.lost, torch.linalg.vector_norm(decoded - values).item())
         self.norm = math.hypot(self.norm, torch.linalg.vector_norm(values).item())
 
     @property
     def relative(self) -> float:
+        """The norm of the error over that of the values."""
         return self.lost / self.norm if self.norm > 0 else 0.0
 
 

@@ -34,14 +34,22 @@ class Item(Protocol):
     """Tensors that are computed together. There are notes when all were computed."""
 
     @property
-    def specs(self) -> Mapping[str, TensorSpec]: ...
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """What is stored, by name."""
+        ...
 
     @property
-    def notes(self) -> Sequence[Note]: ...
+    def notes(self) -> Sequence[Note]:
+        """What became known while the tensors were computed."""
+        ...
 
-    def tensors(self) -> Iterable[tuple[str, Tensor]]: ...
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """The tensors by name, in pieces of rows."""
+        ...
 
-    def sources(self) -> Iterable[object]: ...
+    def sources(self) -> Iterable[object]:
+        """What decides the tensors: other tensors, and values that `repr` tells apart."""
+        ...
 
 
 def write_folder(

@@ -44,14 +44,17 @@ class Scheme:
 
     @property
     def format(self) -> Format:
+        """The format that encodes a weight if no plane of it agrees."""
         return formats.get(self.format_name)
 
     @property
     def names(self) -> Name:
+        """The names of codes and scales."""
         return PACKED if self.format.precision == 4 else PLAIN
 
     @property
     def has_global_scale(self) -> bool:
+        """Whether a scale of the whole tensor stands above those of the blocks."""
         return self.format.scale_codec is ScaleCodec.TWO_LEVEL
 
     def agrees(self, fmt: Format) -> bool:
@@ -87,6 +90,7 @@ class Scheme:
 
     @property
     def scale_dtype(self) -> torch.dtype:
+        """The dtype in which scales are stored."""
         dtypes = {ScaleCodec.E8M0: torch.uint8, ScaleCodec.TWO_LEVEL: torch.float8_e4m3fn}
         return dtypes.get(self.format.scale_codec, torch.float32)
 

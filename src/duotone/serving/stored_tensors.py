@@ -45,6 +45,7 @@ class PlainTensor:
 
     @property
     def dtype(self) -> torch.dtype:
+        """bf16 for a parameter in fp32, else the dtype of the tensor."""
         is_fp32 = isinstance(self.tensor, nn.Parameter) and self.tensor.dtype == torch.float32
         return torch.bfloat16 if is_fp32 else self.tensor.dtype
 

@@ -32,10 +32,12 @@ class TensorSpec(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """The size of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @staticmethod
     def of(t: Tensor) -> "TensorSpec":
+        """Shape and dtype of a tensor."""
         return TensorSpec(tuple(t.shape), t.dtype)
 
 

@@ -25,6 +25,7 @@ class Scales:
 
     @property
     def past(self) -> Tensor | None:
+        """The copy, (n,). None if nothing rolled since."""
         return None if self.rolled is None else self.rolled[0][self.rolled[1]]
 
 

@@ -60,6 +60,7 @@ class DelayedSlot(Slot):
 
     @property
     def is_new(self) -> bool:
+        """Whether the slot has no scale yet."""
         return self.index in (self.owner or state_of(self.state)).new
 
     def events(self) -> tuple[int, int]:

@@ -72,6 +72,7 @@ class Record:
 
     @property
     def is_first_run(self) -> bool:
+        """Whether the current run is the first one that read this record."""
         return self.run == self.first
 
 

@@ -113,6 +113,7 @@ def drop_nonfinite(live: Tensor, events: Tensor) -> Tensor:
 
 
 def finite(amaxes: Tensor) -> Tensor:
+    """The amaxes, with zeros in place of infinities and NaN."""
     return torch.where(torch.isfinite(amaxes), amaxes, 0.0)
 
 

@@ -78,6 +78,7 @@ class Region:
 
     @property
     def value(self) -> object:
+        """What it decides: regions of equal values decide the same."""
         raise NotImplementedError
 
 
@@ -103,6 +104,7 @@ class Stack(types.ModuleType, Generic[R]):
 
     @property
     def regions(self) -> tuple[R, ...]:
+        """The open regions. Warns if the thread has none while another thread has some."""
         if self.shapes_only is not None and PIPELINES in sys.modules and in_pipeline(SHAPES):
             return self.shapes_only
         regions = self.variable.get(None)
@@ -118,6 +120,7 @@ class Stack(types.ModuleType, Generic[R]):
 
     @regions.setter
     def regions(self, regions: tuple[R, ...]) -> None:
+        """The open regions. Warns if the thread has none while another thread has some."""
         self.variable.set(regions)
 
     @property
@@ -138,12 +141,14 @@ class Stack(types.ModuleType, Generic[R]):
         return regions
 
     def enter(self, region: R) -> None:
+        """Open a region inside of those that are open."""
         regions = (*self.current(), region)
         region.in_capture = is_capturing()
         region.token = self.variable.set(regions)
         self.starts.entered(region, regions)
 
     def leave(self, region: R) -> None:
+        """Close a region, which need not be the innermost."""
         regions = without(self.current(), region)
         self.starts.left(region)
         region.is_open = False

@@ -84,6 +84,7 @@ class Pending:
         self.has_backwards = True
 
     def end_of_backward(self) -> None:
+        """Roll what this thread recorded, and what threads recorded whose backward runs elsewhere."""
         self.end = None
         finished = self.take()
         with LOCK:

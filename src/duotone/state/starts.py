@@ -27,11 +27,14 @@ class Entered(NamedTuple):
 
     @property
     def lives(self) -> bool:
+        """Whether the thread, and the task if there is one, has not ended."""
         thread, task = self.owner
         return thread.is_alive() and not (task is not None and task.done())
 
 
 class Starts:
+    """The open regions of all threads of one stack, and what each thread started from."""
+
     def __init__(self, unknown: "Region") -> None:
         self.unknown = unknown
         self._time = 0
@@ -42,6 +45,7 @@ class Starts:
         self._lock = threading.RLock()  # a generator that is collected may leave its region at any time
 
     def entered(self, region: "Region", regions: Regions) -> None:
+        """Note that the calling thread opened a region; `regions` is its stack, with the new one last."""
         with self._lock:
             self._time += 1
             for thread in threading.enumerate():

@@ -100,6 +100,7 @@ class QuantizeContext:
     typed: bool = False
 
     def with_seed(self, seed: Tensor | None) -> "QuantizeContext":
+        """This context with a seed, int64 (1,); None leaves it unchanged."""
         if seed is None:
             return self
         return self._but(self.slots, seed)

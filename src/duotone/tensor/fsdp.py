@@ -74,6 +74,7 @@ class ShardHooks(PlaneTensor):
 
     @property
     def fsdp_pre_all_gather(self) -> "BeforeGather":
+        """FSDP2's hook before a gather."""
         return BeforeGather(self)
 
     def fsdp_post_all_gather(

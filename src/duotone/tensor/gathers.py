@@ -231,6 +231,7 @@ class Gathers:
 
     @property
     def is_delayed(self) -> bool:
+        """Whether any plane records an amax for delayed scaling."""
         return self.amaxes != (None, None)
 
     def record(self, slots: tuple[Slot | None, Slot | None]) -> None:

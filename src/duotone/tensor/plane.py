@@ -140,6 +140,7 @@ class Planes(NamedTuple):
 
     @property
     def formats(self) -> tuple[Format | None, Format | None]:
+        """(rowwise, columnwise) formats; None for an absent plane."""
         return self.rowwise and self.rowwise.format, self.columnwise and self.columnwise.format
 
     @property
@@ -317,4 +318,5 @@ class DeferredPlane:
     tensors: tuple[Tensor | None, ...]
 
     def materialize(self) -> Plane:
+        """Compute the plane."""
         return self.make(*self.tensors)

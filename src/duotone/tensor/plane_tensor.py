@@ -63,6 +63,7 @@ class PlaneTensor(Tensor):
 
     @property
     def planes(self) -> Planes:
+        """The planes that the tensor holds."""
         return Planes(self._rowwise, self._columnwise)
 
     @property
@@ -72,6 +73,7 @@ class PlaneTensor(Tensor):
 
     @property
     def formats(self) -> tuple[Format | None, Format | None]:
+        """(rowwise, columnwise) formats; None for an absent plane."""
         return self.planes.formats
 
     @property
@@ -175,6 +177,7 @@ class PlaneTensor(Tensor):
         return self.__dict__.get(INIT_VALUE)
 
     def clear_high_precision_init_val(self) -> None:
+        """Free the first values in high precision."""
         vars(self).pop(INIT_VALUE, None)
 
     def data_ptr(self) -> int:
@@ -253,4 +256,5 @@ def mark_entry(t: Tensor | None) -> None:
 
 
 def is_entry(t: PlaneTensor) -> bool:
+    """Whether `mark_entry` marked this tensor, and it is no parameter."""
     return ENTRY in vars(t) and not isinstance(t, nn.Parameter)

@@ -62,6 +62,7 @@ class Quantizer:
 
     @property
     def is_stochastic(self) -> bool:
+        """Whether a format rounds stochastically."""
         return any(f is not None and f.is_stochastic for f in (self.rowwise, self.columnwise))
 
     @property

@@ -29,6 +29,7 @@ def delayed_scales(
 
 
 def fixed(*scales: Tensor | None) -> tuple[FixedScale | None, FixedScale | None]:
+    """Slots that give these scales and record nothing."""
     row, col = (None if scale is None else FixedScale(scale) for scale in scales)
     return row, col
 

@@ -153,6 +153,7 @@ class Writes(PlaneTensor):
 
     @property
     def data(self) -> Tensor:
+        """The tensor without its graph, as torch's `data`."""
         return self.detach()
 
     @data.setter

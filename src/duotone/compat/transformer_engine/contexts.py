@@ -58,12 +58,14 @@ def fp8_autocast(
     fp8_recipe: Recipe | None = None,
     fp8_group: object = None,
 ) -> duotone_autocast:
+    """`duotone.autocast` with the arguments of their older function."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> duotone_model_init:
+    """`duotone.quantized_model_init`, under their default recipe if none is passed."""
     chosen = recipe or get_default_recipe()
     return duotone_model_init(
         bool(enabled), recipe=chosen, preserve_high_precision_init_val=preserve_high_precision_init_val
@@ -101,10 +103,13 @@ is_bf16_available = _availability(_check((0, 0), "BF16"))
 
 
 def get_device_compute_capability() -> Version:
+    """The compute capability of the current GPU, as (9, 0); (0, 0) without a GPU."""
     return capability() or (0, 0)
 
 
 class Manager(type):
+    """The class of `FP8GlobalStateManager`: AttributeError for names without a counterpart."""
+
     def __getattr__(cls, name: str) -> None:
         raise AttributeError(
             f"{cls.__name__}.{name} has no counterpart in Duotone; enter te.autocast, whose states belong to modules"
@@ -129,25 +134,30 @@ class FP8GlobalStateManager(metaclass=Manager):
 
     @staticmethod
     def fp8_graph_capturing() -> bool:
+        """Whether a CUDA graph is being captured."""
         return is_capturing()
 
     @staticmethod
     def is_fp8_enabled() -> bool:
+        """Whether an open `autocast` asks for low precision."""
         recipe = active_recipe()
         return recipe is not None and recipe != HIGH_PRECISION
 
     @staticmethod
     def is_fp8_calibration() -> bool:
+        """Whether the innermost `autocast` calibrates."""
         region = active_region()
         return region is not None and region.calibrating is not None
 
     @staticmethod
     def with_fp8_parameters() -> bool:
+        """Whether modules that are built now hold quantized parameters."""
         region = construction()
         return region is not None and region.enabled
 
     @staticmethod
     def with_high_precision_init_val() -> bool:
+        """Whether quantized parameters that are built now also keep their first values in high precision."""
         region = construction()
         return region is not None and region.enabled and region.preserve_high_precision_init_val
 
@@ -161,6 +171,7 @@ class FP8GlobalStateManager(metaclass=Manager):
 
     @staticmethod
     def get_fp8_recipe() -> Recipe:
+        """The recipe of the innermost `autocast`, else the default one."""
         recipe = active_recipe()
         return get_default_recipe() if recipe is None or recipe == HIGH_PRECISION else recipe
 
@@ -278,15 +289,19 @@ class CudaRNGStatesTracker:
         self.reset()
 
     def reset(self) -> None:
+        """Forget all states."""
         self.states_: dict[str, Tensor] = {}
 
     def get_states(self) -> dict[str, Tensor]:
+        """The states by name, uint8."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, Tensor]) -> None:
+        """Replace all states by these."""
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
+        """Add a state that starts from a seed. UserError if the name is taken."""
         if name in self.states_:
             raise UserError(f"the random state {name!r} is there already; choose another name")
         self.states_[name] = _state()
@@ -295,6 +310,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Draw random numbers from the state of this name while the block runs."""
         before = _state()
         _set_state(self.states_[name])
         try:

@@ -9,10 +9,12 @@ Options = dict[str, Any]
 
 
 def is_off(value: object) -> bool:
+    """Whether an option is None or False."""
     return value is None or value is False
 
 
 def is_unset(value: object) -> bool:
+    """Whether an option is None."""
     return value is None
 
 

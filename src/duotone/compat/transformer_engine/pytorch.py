@@ -26,6 +26,7 @@ STD = 0.023
 
 
 def normal(weight: Tensor) -> None:
+    """Draw a weight from the normal distribution of their default, in place."""
     nn.init.normal_(weight, std=STD)
 
 
@@ -35,6 +36,7 @@ def default_device() -> str | None:
 
 
 def arguments(function: Callable[..., object]) -> Iterator[str]:
+    """The names of the arguments of a function that can be passed by name, without `self`."""
     parameters = inspect.signature(function).parameters.values()
     return (p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self")
 
@@ -112,6 +114,7 @@ class TakesGroupLater:
     use_bias = property(lambda self: self.bias is not None)
 
     def prepare(self, named: Options) -> None:
+        """Cut the sizes of this rank if `tp_size` comes without a group."""
         mode, size = named.get("parallel_mode"), named.get("tp_size", 1)
         if mode in CUT and size > 1 and named.get("tp_group") is None:
             cut(named, mode, size)
@@ -126,6 +129,7 @@ class TakesGroupLater:
         super().set_tensor_parallel_group(tp_group)  # type: ignore[misc]
 
     def prepare_call(self, named: Options) -> None:
+        """UserError if the group has not come yet."""
         if self.late is not None:
             raise UserError(f"{self.module_name} has no tensor-parallel group; call set_tensor_parallel_group first")  # type: ignore[attr-defined]
 
@@ -142,14 +146,16 @@ def cut(named: Options, mode: str, size: int) -> None:
 
 
 class Linear(TakesGroupLater, TransformerEngineBaseModule, modules.Linear):
-    pass
+    """`duotone.Linear` with their arguments."""
 
 
 class LayerNormLinear(TakesGroupLater, TransformerEngineBaseModule, modules.LayerNormLinear):
-    pass
+    """`duotone.LayerNormLinear` with their arguments."""
 
 
 class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
+    """`duotone.GroupedLinear` with their arguments."""
+
     def prepare(self, named: Options) -> None:
         """Its caller communicates there: a rank has its part of each expert, and nothing else."""
         mode, size = named.get("parallel_mode"), ranks(named)
@@ -162,11 +168,11 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
 
 
 class LayerNorm(TakesTheirArguments, modules.LayerNorm):
-    pass
+    """`duotone.LayerNorm` with their arguments."""
 
 
 class RMSNorm(TakesTheirArguments, modules.RMSNorm):
-    pass
+    """`duotone.RMSNorm` with their arguments."""
 
 
 ALIASES = {f"{part}_{kind}": (part, kind) for part in ("fc1", "fc2") for kind in ("weight", "bias")}
@@ -206,6 +212,8 @@ def drop_unused_mask(named: Options, default: str) -> None:
 
 
 class DotProductAttention(TakesTheirArguments, attention.DotProductAttention):
+    """`duotone.DotProductAttention` with their arguments."""
+
     get_rng_state_tracker: Tracker | None = None
 
     def prepare(self, named: Options) -> None:
@@ -226,12 +234,14 @@ class DotProductAttention(TakesTheirArguments, attention.DotProductAttention):
 
 
 class MultiheadAttention(TransformerEngineBaseModule, attention.MultiheadAttention):
+    """`duotone.MultiheadAttention` with their arguments."""
+
     def prepare_call(self, named: Options) -> None:
         drop_unused_mask(named, self.core_attention.attn_mask_type)
 
 
 class TransformerLayer(TakesTheirArguments, attention.TransformerLayer, further=(attention.MultiheadAttention,)):
-    pass
+    """`duotone.TransformerLayer` with their arguments."""
 
 
 CLASSES = {cls.__bases__[1]: cls for cls in (LayerNormMLP, DotProductAttention, MultiheadAttention)}

@@ -104,6 +104,7 @@ class TheirRecipe:
 
     @classmethod
     def float8_per_tensor_scaling(cls) -> bool:
+        """Whether a tensor has one scale: delayed or current scaling."""
         return cls.delayed() or cls.float8_current_scaling()
 
 
