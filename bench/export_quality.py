@@ -17,7 +17,8 @@ from torch import nn
 import duotone
 from bench.timing.records import emit
 from duotone.lab import data, presets
-from duotone.lab.trainer import TrainConfig, Trainer
+from duotone.lab.config import TrainConfig
+from duotone.lab.trainer import Trainer
 
 STEPS = 400
 RECIPES = ("bf16", "fp8-current", "mxfp8")

@@ -9,8 +9,9 @@ import pytest
 
 from duotone.cli import main
 from duotone.lab import checkpoint, files, presets
+from duotone.lab.config import TrainConfig
 from duotone.lab.optimizer import MasterAdamW
-from duotone.lab.trainer import TrainConfig, Trainer
+from duotone.lab.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,10 @@ from checks import check, same
 from duotone import recipes
 from duotone.cli import main, parallel_run
 from duotone.lab import comparison, data, presets
+from duotone.lab.config import TrainConfig
 from duotone.lab.forecast import Parallel, forecast
 from duotone.lab.parallel import ParallelTrainer
-from duotone.lab.trainer import TrainConfig, Trainer
+from duotone.lab.trainer import Trainer
 
 WORLD = int(sys.argv[2])
 CASES = (

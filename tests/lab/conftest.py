@@ -6,7 +6,7 @@ import random
 import pytest
 
 from duotone.lab import data, presets
-from duotone.lab.trainer import TrainConfig
+from duotone.lab.config import TrainConfig
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,8 @@ from duotone import recipes
 from duotone.cli.inputs import config_from
 from duotone.errors import UserError
 from duotone.lab import checkpoint, loop, meta, presets
-from duotone.lab.trainer import TrainConfig, Trainer
+from duotone.lab.config import TrainConfig
+from duotone.lab.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ from duotone import recipes
 from duotone.errors import UserError
 from duotone.lab import checkpoint, models, presets
 from duotone.lab.comparison import planned
-from duotone.lab.trainer import TrainConfig, Trainer
+from duotone.lab.config import TrainConfig
+from duotone.lab.trainer import Trainer
 
 TINY = presets.get("tiny")
 LLAMA = "hf:LlamaForCausalLM"

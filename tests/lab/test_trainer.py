@@ -6,7 +6,8 @@ import torch
 from duotone import recipes
 from duotone.errors import UserError
 from duotone.lab import checkpoint, data, loop
-from duotone.lab.trainer import TrainConfig, Trainer
+from duotone.lab.config import TrainConfig
+from duotone.lab.trainer import Trainer
 from duotone.recipes import Phase, Schedule
 
 HYBRID = "mxfp8-fwd-nvfp4-bwd"

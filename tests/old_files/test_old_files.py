@@ -18,8 +18,9 @@ from duotone import recipes
 from duotone.compat.old_paths import MOVED
 from duotone.compat.quantizers import Float8Quantizer
 from duotone.lab import checkpoint, data
+from duotone.lab.config import TrainConfig
 from duotone.lab.presets import ModelConfig, Preset
-from duotone.lab.trainer import TrainConfig, Trainer
+from duotone.lab.trainer import Trainer
 from duotone.tensor import QuantizedTensor
 
 SAME_MACHINE = json.loads((cases.FOLDER / "machine.json").read_text()) == cases.machine()

@@ -16,8 +16,9 @@ import torch
 import duotone
 from duotone import recipes
 from duotone.lab import checkpoint, data
+from duotone.lab.config import TrainConfig
 from duotone.lab.presets import ModelConfig, Preset
-from duotone.lab.trainer import TrainConfig, Trainer
+from duotone.lab.trainer import Trainer
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 20
 PRESET = Preset(

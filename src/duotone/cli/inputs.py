@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from duotone.cli.command_options import Typed
 from duotone.lab import models, presets
-from duotone.lab.trainer import TrainConfig, require_device
+from duotone.lab.config import TrainConfig, require_device
 from duotone.recipes import Recipe, Schedule
 
 Chosen = TypeVar("Chosen", Recipe, Recipe | Schedule)

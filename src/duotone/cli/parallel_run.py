@@ -16,10 +16,10 @@ from duotone.cli.interrupt import Interrupt
 from duotone.cli.runs import CHECKPOINTS, Runs
 from duotone.errors import UserError
 from duotone.lab import comparison, data, document, files, loop
+from duotone.lab.config import TrainConfig
 from duotone.lab.forecast import Parallel
 from duotone.lab.loop import Progress
 from duotone.lab.parallel import ParallelTrainer, agreed, restarts, started
-from duotone.lab.trainer import TrainConfig
 from duotone.recipes import Recipe, Schedule
 
 

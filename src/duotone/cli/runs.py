@@ -16,11 +16,12 @@ from duotone.cli.command_options import Typed
 from duotone.cli.inputs import config_from, make_strict
 from duotone.errors import UserError
 from duotone.lab import checkpoint, comparison, continuation, data, document, evidence, files, meta, texts
+from duotone.lab.config import TrainConfig
 from duotone.lab.data import Corpus
 from duotone.lab.loop import Run
 from duotone.lab.presets import DEFAULT_RECIPES
 from duotone.lab.schema import Settings
-from duotone.lab.trainer import TrainConfig, Trainer
+from duotone.lab.trainer import Trainer
 from duotone.recipes import Recipe, Schedule
 
 CHECKPOINTS = "checkpoints"

@@ -9,11 +9,12 @@ import duotone
 from duotone import Plan
 from duotone.errors import UserError
 from duotone.lab import models
+from duotone.lab.config import TrainConfig
 from duotone.lab.data import Corpus
 from duotone.lab.document import NOTHING, PERTURBATION, document
 from duotone.lab.loop import Progress, Run, train
 from duotone.lab.schema import Document, Settings
-from duotone.lab.trainer import TrainConfig, Trainer
+from duotone.lab.trainer import Trainer
 from duotone.recipes import Recipe
 
 REFERENCE = "bf16"

@@ -12,11 +12,11 @@ import torch
 import duotone
 from duotone.dispatch import compiled_casts
 from duotone.lab import models
+from duotone.lab.config import TrainConfig
 from duotone.lab.data import Corpus
 from duotone.lab.loop import Run
 from duotone.lab.ranking import Judgement
 from duotone.lab.schema import Curves, Document, Json, RunEntry, Settings
-from duotone.lab.trainer import TrainConfig
 
 PERTURBATION = 1e-6
 """Relative noise on the initial weights of the noise run."""

@@ -8,12 +8,12 @@ from typing import Any
 import duotone
 from duotone.errors import UserError
 from duotone.lab import checkpoint, files, meta
+from duotone.lab.config import TrainConfig
 from duotone.lab.data import Corpus
 from duotone.lab.document import digests, machine
 from duotone.lab.goal import Goal
 from duotone.lab.searching import CHECKPOINTS, Finding, Search
 from duotone.lab.sensitivity import Effect
-from duotone.lab.trainer import TrainConfig
 from duotone.observe.candidates import file_text
 from duotone.recipes import Recipe, any_from_dict
 

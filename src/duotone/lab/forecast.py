@@ -10,7 +10,7 @@ from torch import nn
 import duotone
 from duotone.errors import UserError
 from duotone.lab import models
-from duotone.lab.trainer import TrainConfig
+from duotone.lab.config import TrainConfig
 from duotone.modules import MoE
 from duotone.planned.planned import Planned
 from duotone.recipes import Recipe

@@ -13,7 +13,7 @@ import torch
 from duotone import formats
 from duotone.errors import UserError
 from duotone.lab import models
-from duotone.lab.trainer import TrainConfig
+from duotone.lab.config import TrainConfig
 from duotone.observe import speeds
 from duotone.observe.candidates import EXACT, Formats, Gemm, formats_of, plane_bytes, recipe_of
 from duotone.observe.speeds import Shape, SpeedTable

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from duotone.lab import checkpoint, presets
 from duotone.lab.checkpoint import Checkpoint
-from duotone.lab.trainer import TrainConfig
+from duotone.lab.config import TrainConfig
 
 CURVES = ("train_loss", "heldout_loss")
 LIKE_CONFIG = TrainConfig(presets.get("tiny"), steps=1).to_dict()

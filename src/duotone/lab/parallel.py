@@ -26,10 +26,11 @@ from duotone.distributed.entries import local
 from duotone.errors import UserError
 from duotone.lab import checkpoint
 from duotone.lab.comparison import planned
+from duotone.lab.config import TrainConfig
 from duotone.lab.data import Corpus
 from duotone.lab.forecast import COLUMNS, ROWS, Parallel, sends_planes
 from duotone.lab.optimizer import BETAS, GRADIENT_NORM, decaying
-from duotone.lab.trainer import TrainConfig, Trainer
+from duotone.lab.trainer import Trainer
 from duotone.modules import MoE
 from duotone.observe.storages import total_bytes
 from duotone.observe.wire import Wire

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from duotone.errors import UserError
 from duotone.lab import checkpoint, comparison, continuation, meta
+from duotone.lab.config import TrainConfig
 from duotone.lab.data import Corpus
 from duotone.lab.gemm_options import Option, Size, options_of
 from duotone.lab.goal import Goal, Prediction, predict
 from duotone.lab.loop import Progress, Run, Saving, train
 from duotone.lab.schema import Document, Losses, RunEntry, Settings
 from duotone.lab.sensitivity import Effect, effects
-from duotone.lab.trainer import TrainConfig, Trainer
+from duotone.lab.trainer import Trainer
 from duotone.observe import speeds
 from duotone.observe.candidates import EXACT, REFERENCE, Gemm, rules_for
 from duotone.recipes import HighPrecision, Recipe, RuleRecipe
