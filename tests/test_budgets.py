@@ -15,13 +15,13 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 39360
-TOOL_LINES = 7754
+TOOL_LINES = 7929
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (2913, 20, 0),
-    "cli": (1537, 2, 0),
+    "cli": (1546, 2, 0),
     "comm": (200, 1, 0),
     "compat": (2518, 7, 0),
     "conversion": (2696, 5, 0),
@@ -30,7 +30,7 @@ BUDGETS = {
     "formats": (1502, 0, 0),
     "integrations": (772, 11, 0),
     "kernels": (5048, 0, 0),
-    "lab": (3700, 13, 0),
+    "lab": (3866, 14, 0),
     "linear": (1912, 5, 0),
     "modules": (712, 1, 0),
     "observe": (2320, 6, 0),

@@ -95,30 +95,85 @@ def test_several_seeds_are_paired_and_ranked(duotone, text_file, tmp_path):
     assert "cannot be ranked" not in text and f"± {mxfp8['gap_margin']:.3f}" in text
 
 
+TIMED = dict.fromkeys(("step_ms", "tokens_per_second"))
+
+
+def runs_of(folder):
+    """The runs of the result in `folder` without times."""
+    return [{**run, **TIMED} for run in json.loads((folder / "result.json").read_text())["runs"]]
+
+
 def test_a_stopped_comparison_goes_on_and_ends_as_an_uninterrupted_one(duotone, text_file, tmp_path, monkeypatch):
+    """Stopped within a run: its losses, statistics, memory and rounding go on from the step that was the last."""
     sizes = ("--seeds", "2", "--batch", "3", "--context", "16")
     arguments = [*TINY, "--data", text_file, "--recipes", "nvfp4", *sizes]
     duotone(*arguments, "--out", tmp_path / "whole")
     step, taken = Trainer.step, []
 
     def interrupted(self, *args, **kwargs):
-        taken.append((self.recipe.name, self.config.seed))
-        if len(taken) == 8:
+        taken.append(self.recipe.name)
+        if len(taken) == 5:
             os.kill(os.getpid(), signal.SIGINT)
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "step", interrupted)
     assert duotone(*arguments, "--out", tmp_path / "parts")[0] == 130
-    taken.clear()
-    monkeypatch.setattr(Trainer, "step", lambda self, *a, **k: (taken.append(self.recipe.name), step(self, *a, **k))[1])
-    assert duotone("compare", "--resume", "--out", tmp_path / "parts")[0] == 0
-    assert taken == ["bf16"] * 3 + ["nvfp4"] * 3  # of the second seed alone
-    whole, parts = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts"))
-    timed = {"step_ms", "tokens_per_second"}
-    for left, right in zip(whole["runs"], parts["runs"], strict=True):
-        assert {**left, **dict.fromkeys(timed)} == {**right, **dict.fromkeys(timed)}
-    assert parts["settings"]["context"] == 16 and parts["settings"]["tokens_per_step"] == 48
-    assert whole["settings"]["judged_step"] == parts["settings"]["judged_step"] == 3
+    code, _, err = duotone("compare", "--resume", "--out", tmp_path / "parts")
+    assert code == 0 and "nvfp4, seed 0: 3 steps of 48 tokens" in err and ", from step 2\n" in err
+    assert taken == (["bf16"] * 3 + ["nvfp4"] * 3) * 2, "no step twice"
+    assert runs_of(tmp_path / "parts") == runs_of(tmp_path / "whole")
+    settings = json.loads((tmp_path / "parts" / "result.json").read_text())["settings"]
+    assert (settings["context"], settings["tokens_per_step"], settings["judged_step"]) == (16, 48, 3)
+    assert sorted(os.listdir(tmp_path / "parts")) == ["planes.csv", "report.html", "result.json"]
+
+
+def test_a_comparison_that_dies_goes_on_from_its_newest_checkpoint(duotone, refused, text_file, tmp_path, monkeypatch):
+    """In the run of noise, which has the recipe of the reference. A folder that is compared anew keeps none of it."""
+    arguments = [*TINY, "--data", text_file, "--recipes", "bf16", "--save-every", "1", "--out", tmp_path / "a"]
+    step, taken = Trainer.step, []
+
+    def dying(self, *args, **kwargs):
+        if (taken.append(self.done + 1), len(taken))[1] == 6:
+            raise RuntimeError("a bug")
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "step", dying)
+    with pytest.raises(RuntimeError, match="a bug"):
+        duotone(*arguments)
+    newest = max((tmp_path / "a" / "unfinished").glob("*/*2")) / "model.safetensors"
+    content, resume = newest.read_bytes(), ("compare", "--resume", "--save-every", "1", "--out", tmp_path / "a")
+    newest.write_bytes(content[:-1])
+    code, _, err = duotone(*resume)
+    assert code == 2 and "model.safetensors does not match SHA256SUMS): remove that folder" in err
+    newest.write_bytes(content)
+    assert duotone(*resume)[0] == 0 and taken == [1, 2, 3, 1, 2, 3, 3]
+    parts = runs_of(tmp_path / "a")
+    assert duotone(*arguments, "--force")[0] == 0 and taken[7:] == [1, 2, 3] * 2
+    assert parts == runs_of(tmp_path / "a")
+
+
+def test_a_full_disk_costs_a_comparison_no_run(duotone, text_file, tmp_path, monkeypatch):
+    """A checkpoint fails, and so do the numbers of a whole run. It goes on from the checkpoint between."""
+    real, step, taken = files.write_synced, Trainer.step, []
+
+    def write(path, content):
+        if len(taken) in (1, 3) and (path.suffix == ".safetensors" or "result.json" in path.name):
+            raise OSError(28, "No space left on device")
+        real(path, content)
+
+    def dying(self, *args, **kwargs):
+        if (taken.append(self.done + 1), len(taken))[1] == 4:
+            raise RuntimeError("a bug")
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(files, "write_synced", write)
+    monkeypatch.setattr(Trainer, "step", dying)
+    arguments = [*TINY, "--data", text_file, "--recipes", "bf16", "--save-every", "1", "--out", tmp_path / "a"]
+    with pytest.raises(RuntimeError, match="a bug"):
+        duotone(*arguments)
+    assert duotone("compare", "--resume", "--out", tmp_path / "a")[0] == 0
+    assert taken == [1, 2, 3, 1, 3, 1, 2, 3]
+    assert [len(run["train_loss"]) for run in runs_of(tmp_path / "a")] == [3, 3]
 
 
 def test_what_cannot_go_on_is_refused_in_one_line(duotone, refused, text_file, tmp_path):

@@ -84,8 +84,19 @@ def losses_are_those_of_one_process_up_to_the_order_of_sums(folder: Path) -> Non
 
 @check
 def the_command_compares_recipes_over_all_ranks(folder: Path) -> None:
-    """`compare --parallel` in these processes. The first rank alone prints, and writes one report."""
-    out, printed = folder / "compared", io.StringIO()
+    """`compare --parallel` in these processes. The first rank alone prints, and writes one report.
+
+    One that all ranks leave in the last step of a run goes on from its checkpoint before that step, to equal losses.
+    """
+    out, again, printed, taken = folder / "compared", folder / "again", io.StringIO(), list[int]()
+    step = ParallelTrainer.step
+
+    def dying(self: ParallelTrainer, *arguments: Any, **options: Any) -> float:
+        taken.append(self.done + 1)
+        if len(taken) == 6:
+            raise LookupError("a bug")
+        return step(self, *arguments, **options)
+
     where = f"--parallel fsdp={WORLD} --device {checks.DEVICE}"
     command = f"compare {where} --preset tiny --steps 3 --seeds 2 --recipes mxfp8 --out"
     with (
@@ -93,9 +104,18 @@ def the_command_compares_recipes_over_all_ranks(folder: Path) -> None:
         contextlib.redirect_stdout(printed),
     ):
         assert main.run([*command.split(), str(out)]) == 0
-    assert printed.getvalue().count("Report: ") == (dist.get_rank() == 0), printed.getvalue()
+        with mock.patch.object(ParallelTrainer, "step", dying):
+            with contextlib.suppress(LookupError):
+                main.run([*command.split(), str(again), "--save-every", "2"])
+            assert main.run([*f"compare --resume --parallel fsdp={WORLD} --out".split(), str(again)]) == 0
+    assert taken == [1, 2, 3, 1, 2, 3, 3, *[1, 2, 3] * 2], taken
+    assert printed.getvalue().count("Report: ") == 2 * (dist.get_rank() == 0), printed.getvalue()
     dist.barrier()
-    result = json.loads((out / "result.json").read_text())
+    result, other = (json.loads((each / "result.json").read_text()) for each in (out, again))
+    curves = [
+        [(run["train_loss"], run["heldout_loss"], run["repeats"]) for run in each["runs"]] for each in (result, other)
+    ]
+    assert curves[0] == curves[1] and not (again / "unfinished").exists()
     config = TrainConfig(presets.get("tiny"), steps=3, device=checks.DEVICE)
     runs = comparison.plan_runs(config, [recipes.load("mxfp8")], seeds=2)
     for run in runs:
@@ -125,7 +145,7 @@ def a_resumed_trainer_has_the_bits_of_one_that_went_on(folder: Path) -> None:
         parallel, _, recipe = case
         trainer, losses = uninterrupted(folder, case)
         resumed = ParallelTrainer(parallel, trainer.config, recipes.load(recipe), corpus())
-        history = resumed.resume(folder / f"{parallel}-{recipe}" / "step-00000002")
+        history, _ = resumed.resume(folder / f"{parallel}-{recipe}" / "step-00000002")
         assert history == {"train_loss": [[1, 0.5]]} and resumed.done == 2
         assert losses_of(resumed, 2) == losses[2:], parallel
         state, want = resumed.optimizer.state(), trainer.optimizer.state()

@@ -246,3 +246,12 @@ def test_tensors_that_no_reader_takes_are_told(copied, name):
     with pytest.raises(UserError, match=f"{name} is unreadable") as raised:
         checkpoint.load(folder)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["x", "[0]", '[0, "entries", "a", "b", "c", "d"]', '["a", "steps", 1]', "memory"])
+def test_observations_that_no_run_writes_are_refused_in_one_line(copied, trainer, name):
+    config, folder = copied
+    forge(folder, lambda tensors: tensors.update({f"observed/{name}": torch.zeros(2)}))
+    with pytest.raises(UserError, match="what it observed") as raised:
+        loop.Run("nvfp4", trainer.chosen).resume(Trainer(config, trainer.chosen, trainer.corpus), folder)
+    assert "\n" not in str(raised.value)

@@ -81,6 +81,7 @@ size = click.option(
 parallel = click.option(
     "--parallel", metavar="fsdp=N,tp=M,ep=K", help="Ranks along each axis; to train, torchrun starts as many processes."
 )
+save_every = click.option("--save-every", type=click.IntRange(min=1), default=50, help="Steps between checkpoints; 50.")
 TRAINING = (
     click.option("--force", is_flag=True, help="Replace a report that is in --out."),
     click.option("--out", metavar="DIR", help="Folder for the results."),

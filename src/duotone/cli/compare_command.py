@@ -1,15 +1,14 @@
 """`duotone compare`: the same model under each recipe and seed, and a report."""
 
 import shlex
+from functools import partial
 from pathlib import Path
 
 import click
 
 from duotone.cli import command_options as options
 from duotone.cli.interrupt import Interrupt
-from duotone.errors import UserError
 from duotone.lab.presets import DEFAULT_RECIPES
-from duotone.lab.schema import Document, Settings
 
 
 @click.command(cls=options.ListCommand)
@@ -26,6 +25,7 @@ from duotone.lab.schema import Document, Settings
     help="Runs of each recipe, from --seed on; 1, which ranks nothing.",
 )
 @options.size
+@options.save_every
 @click.option("--resume", is_flag=True, help="Continue the comparison in --out with its settings, or add seeds.")
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON instead of the table.")
 @options.parallel
@@ -36,6 +36,7 @@ def compare(  # noqa: PLR0913 (one argument for each option)
     recipes: tuple[str, ...],
     seeds: int,
     size: tuple[int, int] | None,
+    save_every: int,
     resume: bool,
     as_json: bool,
     out: str | None,
@@ -50,8 +51,9 @@ def compare(  # noqa: PLR0913 (one argument for each option)
     are ranked where two seeds or more tell them apart. With one seed, a second bf16 run from weights perturbed by 1e-6
     shows the least that a gap must exceed.
 
-    Ctrl-C, SIGTERM and SIGHUP write a partial report, and --resume continues it. The exit code is 1 where a run failed,
-    2 for bad input, 130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP.
+    Ctrl-C, SIGTERM and SIGHUP write a partial report. --resume continues each run from its newest checkpoint, bit for
+    bit on a CPU. The exit code is 1 where a run failed, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM and 129
+    after SIGHUP.
 
     With --parallel, run it under torchrun: without statistics of planes, with memory and bytes of each rank.
     """
@@ -71,20 +73,17 @@ def compare(  # noqa: PLR0913 (one argument for each option)
     if parallel is not None:
         from duotone.cli import parallel_run
 
-        parallel_run.compare(context, parallel, folder, chosen, as_json=as_json)
+        parallel_run.compare(context, parallel, folder, chosen, as_json=as_json, resume=resume, every=save_every)
         return
-    files.make_folder(folder)
-
-    def publish(partial: Document) -> None:
-        try:
-            summary.write_numbers(partial, folder)
-        except UserError as error:
-            click.echo(str(error), err=True)  # the next runs go on, and at the end it is an error
-
-    with files.locked(folder), Interrupt() as interrupt:
+    saving, publish = comparison.saving(folder, save_every), partial(summary.write_numbers, folder=folder)
+    about = {**chosen.about, "command": context.obj}
+    with files.locked(files.make_folder(folder)), Interrupt() as interrupt:
+        if not resume:
+            comparison.forget(saving.folder)
         with run_display.choose() as display:
-            about: Settings = {**chosen.about, "command": context.obj}
-            result = comparison.compare(*chosen[:3], about, progress=display, should_stop=interrupt, publish=publish)
+            result = comparison.compare(
+                *chosen[:3], about, progress=display, should_stop=interrupt, publish=publish, saving=saving
+            )
         summary.print_summary(result, as_json=as_json)
         summary.write_result(result, folder, quiet=as_json)
     if result["partial"]:

@@ -80,30 +80,37 @@ def _trained(
     """The run. Nothing that it made holds the process group afterwards, which could not end then."""
     corpus = data.load(config.data, context=config.preset.model.context)
     trainer = ParallelTrainer(layout, config, chosen, corpus)
-    history = trainer.resume(newest) if newest is not None else {}
-    run = loop.Run(chosen.name, chosen, config.seed, is_observed=False, **history)
+    run = loop.Run(chosen.name, chosen, config.seed, is_observed=False)
     if newest is not None:
+        run.resume(trainer, newest)
         click.echo(f"resumed from step {trainer.done} on {layout.ranks} ranks")
     with run_display.choose() if first else contextlib.nullcontext(Progress()) as display:
         loop.train(trainer, run, saving=saving, progress=display, should_stop=should_stop)
     return run, corpus
 
 
-def compare(context: click.Context, parallel: str, folder: Path, chosen: Runs, *, as_json: bool) -> None:
+def compare(
+    context: click.Context, parallel: str, folder: Path, chosen: Runs, *, as_json: bool, resume: bool, every: int
+) -> None:
     """Train what is left of the runs, each over all ranks."""
     layout = Parallel.parse(parallel)
+    saving = comparison.saving(folder, every)
     for run in chosen.runs:
         run.is_observed = False
     with ranks(layout, chosen.config.device) as (first, interrupt):
         with files.locked(files.make_folder(folder)) if first else contextlib.nullcontext():
+            if first and not resume:
+                comparison.forget(saving.folder)
+            agreed(False)  # no rank looks for checkpoints before those of another comparison are gone
             with run_display.choose() if first else contextlib.nullcontext(Progress()) as display:
                 result = comparison.compare(
                     *chosen[:3],
                     {**chosen.about, "command": context.obj},
                     progress=display,
                     should_stop=lambda: agreed(interrupt()),
-                    publish=partial(summary.write_numbers, folder=folder) if first else lambda _: None,
+                    publish=partial(summary.write_numbers, folder=folder) if first else None,
                     make=partial(ParallelTrainer, layout),
+                    saving=saving,
                 )
             if first:
                 summary.print_summary(result, as_json=as_json)

@@ -111,7 +111,7 @@ class PlainProgress(Progress, AbstractContextManager["PlainProgress"]):
     def note(self, text: str) -> None:
         if self._meter is not None:
             self._meter.status = text
-            self._print(f"{self._meter.name}: {text}")
+        self._print(f"{self._meter.name}: {text}" if self._meter is not None else text)
 
     def step(self, number: int, loss: float) -> None:
         if self._meter is not None:
@@ -167,7 +167,7 @@ class LiveProgress(Progress, AbstractContextManager["LiveProgress"]):
         self._task = self._display.add_task(f"{name}, {model}", total=steps, completed=done, facts="starting")
 
     def note(self, text: str) -> None:
-        if self._meter.loss is None:
+        if self._meter.name and self._meter.loss is None:
             self._display.update(self._task, facts=text)
         else:
             self._display.console.print(text, markup=False, highlight=False)

@@ -113,14 +113,15 @@ def training(
         files.remove_leftovers(checkpoints, checkpoint.STEP_NAME)
         path = checkpoint.latest(checkpoints)
         saved = checkpoint.load(path)
-        meta.require_run(saved, path)
+        meta.require_run(saved, path)  # before its config makes a trainer
         stored = library.any_from_dict(saved.meta["recipe"], where=str(path))
         chosen = make_strict(library.load_any(recipe) if recipe else stored, strict)
         trainer = _trainer(config_from(typed, saved.meta["config"]), chosen)
-        trainer.restore(saved, path)
+        run = Run(chosen.name, chosen, trainer.config.seed)
+        run.resume(trainer, path)
         if note := trainer.config.length_note(saved.meta["config"]["steps"], trainer.done):
             click.echo(note, err=True)
-        yield trainer, Run(chosen.name, chosen, trainer.config.seed, **saved.meta["history"])
+        yield trainer, run
 
 
 def _trainer(config: TrainConfig, chosen: Recipe | Schedule) -> Trainer:

@@ -13,7 +13,7 @@ from duotone.lab.schema import Settings
 
 @click.command(cls=options.ListCommand)
 @click.option("--recipe", metavar="NAME|FILE", help="Recipe, schedule, or file of one; mxfp8 unless given.")
-@click.option("--save-every", type=click.IntRange(min=1), default=50, help="Steps between checkpoints; 50.")
+@options.save_every
 @click.option("--resume", is_flag=True, help="Continue the run in --out from its newest checkpoint.")
 @options.parallel
 @options.training

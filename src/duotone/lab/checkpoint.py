@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,25 @@ from duotone.lab import files
 MODEL, TRAINING, META, DIGESTS = "model.safetensors", "training.safetensors", "meta.json", "SHA256SUMS"
 LAYOUT = 1
 MOST = 3
+OBSERVED = "observed/"
+"""Before the names of observed tensors in `training.safetensors`."""
+
 STEP_NAME = re.compile(r"step-[0-9]{8,}")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that the next step depends on: `meta` is JSON-ready, `aliases` maps tied names to stored ones."""
+    """All that the next step depends on: `meta` is JSON-ready, `aliases` maps tied names to stored ones.
+
+    No step depends on `observed`; earlier versions saved none.
+    """
 
     step: int
     model: dict[str, Tensor]
     aliases: dict[str, str]
     training: dict[str, Tensor]
     meta: dict[str, Any]
+    observed: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 def unique_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -58,9 +65,10 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int = MOST) -> Path:
     """
     target = folder / f"step-{checkpoint.step:08d}"
     meta = {"layout": LAYOUT, "step": checkpoint.step, "aliases": checkpoint.aliases, **checkpoint.meta}
+    observed = {f"{OBSERVED}{name}": tensor for name, tensor in checkpoint.observed.items()}
     contents = {
         MODEL: safetensors.torch.save(_portable(checkpoint.model)),
-        TRAINING: safetensors.torch.save(_portable(checkpoint.training)),
+        TRAINING: safetensors.torch.save(_portable({**checkpoint.training, **observed})),
         META: json.dumps(meta, indent=1).encode(),
     }
     digests = "".join(f"{_digest(content)}  {name}\n" for name, content in contents.items())
@@ -90,7 +98,8 @@ def load(path: Path) -> Checkpoint:
             raise damaged(path, f"{name} does not match {DIGESTS}")
     meta = parse_meta(contents[-1], path)
     model, training = _tensors(contents[0], MODEL, path), _tensors(contents[1], TRAINING, path)
-    return Checkpoint(meta.pop("step"), model, meta.pop("aliases"), training, meta)
+    observed = {name.removeprefix(OBSERVED): training.pop(name) for name in [*training] if name.startswith(OBSERVED)}
+    return Checkpoint(meta.pop("step"), model, meta.pop("aliases"), training, meta, observed)
 
 
 def parse_meta(content: bytes, path: Path) -> dict[str, Any]:

@@ -1,7 +1,12 @@
 """The same model, weights and batches once per recipe."""
 
-from collections.abc import Callable, Sequence
+import hashlib
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -12,13 +17,15 @@ from duotone.lab import models
 from duotone.lab.config import TrainConfig
 from duotone.lab.data import Corpus
 from duotone.lab.document import NOTHING, PERTURBATION, document
-from duotone.lab.loop import Progress, Run, train
+from duotone.lab.loop import Progress, Run, Saving, train
 from duotone.lab.schema import Document, Settings
 from duotone.lab.trainer import Trainer
 from duotone.recipes import Recipe
 
 REFERENCE = "bf16"
 NOISE = "bf16 (noise)"
+UNFINISHED = "unfinished"
+OF_RUN = re.compile(r"[0-9a-f]{16}-[0-9]+")
 
 
 def planned(config: TrainConfig, recipe: Recipe, device: str | None = None) -> Plan:
@@ -30,7 +37,7 @@ def planned(config: TrainConfig, recipe: Recipe, device: str | None = None) -> P
     return duotone.plan(duotone.convert(model, recipe), recipe, device=device or config.device)
 
 
-def compare(
+def compare(  # noqa: PLR0913 (what is compared, and what a tool may put in its place)
     config: TrainConfig,
     runs: Sequence[Run],
     corpus: Corpus,
@@ -38,30 +45,78 @@ def compare(
     *,
     progress: Progress | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-    publish: Callable[[Document], None] = lambda _: None,
+    publish: Callable[[Document], None] | None = None,
     make: Callable[..., Trainer] = Trainer,
+    saving: Saving | None = None,
 ) -> Document:
     """Train the unfinished runs among `runs`, which come from `plan_runs`. Returns the document of all runs.
 
-    `publish` gets the partial document after each run, so that a later one that breaks loses none before it. A recipe
-    that fails while it runs, or runs out of memory, has that as its error; the others go on. `make` is what trains.
+    `publish` gets the partial document before the first run and after each, so that a later one that breaks loses none
+    before it; its UserError is a note. A recipe that fails while it runs, or runs out of memory, has that as its error;
+    the others go on. `make` is what trains. With `saving` a run goes on from its newest checkpoint there; one that is
+    damaged is a UserError. Checkpoints of a run go once its end is published.
     """
     progress = progress or Progress()
     unfinished = [run for run in runs if not run.is_over(config.steps)]
     progress.expect(len(unfinished), config.steps)
+
+    def publish_all() -> None:
+        if publish is None:
+            return
+        try:
+            publish(document(config, corpus, runs, about, partial=True))
+        except UserError as error:
+            progress.note(str(error))  # the next runs go on, and at the end it is an error
+            return
+        for run in runs:
+            if saving is not None and run.is_over(config.steps):
+                forget(saving.folder, run)
+
     stopped = False
+    publish_all()
     for run in unfinished:
         if stopped := stopped or should_stop():
             break
-        perturbation = PERTURBATION if run.is_noise else 0.0
-        try:
+        trainer, perturbation = None, PERTURBATION if run.is_noise else 0.0
+        with _errors_of(run):
             trainer = make(replace(config, seed=run.seed), run.recipe, corpus, perturbation=perturbation)
-            train(trainer, run, progress=progress, should_stop=should_stop)
-        except (UserError, torch.OutOfMemoryError) as error:
-            run.error = str(error).splitlines()[0]
+        if trainer is not None:
+            part = saving and replace(saving, folder=saving.folder / _folder(run))
+            if part is not None and (newest := trainer.newest(part.folder)) is not None:
+                run.resume(trainer, newest)
+            with _errors_of(run):
+                train(trainer, run, saving=part, progress=progress, should_stop=should_stop)
         stopped = run.stopped
-        publish(document(config, corpus, runs, about, partial=True))
+        publish_all()
     return document(config, corpus, runs, about, partial=stopped)
+
+
+@contextmanager
+def _errors_of(run: Run) -> Iterator[None]:
+    """What ends this run alone."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError) as error:
+        run.error = str(error).splitlines()[0]
+
+
+def saving(folder: Path, every: int) -> Saving:
+    """Where runs of the comparison in `folder` save checkpoints while they are not over."""
+    return Saving(folder / UNFINISHED, every, keeps_last=False)
+
+
+def _folder(run: Run) -> str:
+    """Names of recipes may be too long for a file system, or hold what it does not take."""
+    return f"{hashlib.sha256(run.name.encode()).hexdigest()[:16]}-{run.seed}"
+
+
+def forget(folder: Path, run: Run | None = None) -> None:
+    """Remove the checkpoints of `run` below `folder`, of all runs unless given."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if OF_RUN.fullmatch(path.name) and (run is None or path.name == _folder(run)):
+            shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):  # absent, or not empty
+        folder.rmdir()
 
 
 def plan_runs(config: TrainConfig, recipes: Sequence[Recipe], seeds: int = 1) -> list[Run]:

@@ -1,6 +1,8 @@
 """Statistics of sampled steps, step by step: how signal-to-noise moves, and how magnitudes are spread."""
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -10,7 +12,7 @@ from torch import Tensor
 from duotone.lab.schema import DriftEntry, EventEntry, OperandEntry, ProductEntry, SpreadEntry
 from duotone.observe import Tap
 from duotone.observe.sampling import Slots
-from duotone.observe.statistics import FIELDS
+from duotone.observe.statistics import FIELDS, Entry
 from duotone.observe.step_statistics import CLIPPED
 from duotone.recipes.roles import PLANES_OF_GEMM, QuantizerRole
 from duotone.tensor.context import Slot
@@ -103,6 +105,43 @@ class Journal(Tap):
         if self.step == self.last:
             pair = Operand(_part(x.float(), side), _part(plane.dequantize(torch.float32), side))
             self._operands.setdefault((role.name, side), []).append(pair)
+
+    def state(self) -> dict[str, Tensor]:
+        """All but the operands of the last step, as tensors by JSON of their order, table and key."""
+        rows: list[tuple[tuple[object, ...], Tensor]] = [
+            *((("spreads", *side), x) for side, x in self._spreads.items()),
+            *((("scales", *side), x) for side, x in self._scales.items()),
+            *((("steps", step, *side), x) for (step, side), x in self._steps.items()),
+            *((("extremes", step, *side), x) for (step, side), x in self._extremes.items()),
+            *((("broken", step, module, *side), x) for step, module, side, x in self._broken),
+        ]
+        for key, entry in self._entries.items():
+            samples = entry.sums.new_tensor([entry.samples])
+            rows.append((("entries", *key), torch.cat([entry.sums, entry.extremes, samples])))
+        for key, channels in self._channels.items():
+            has_both = channels.squares.new_tensor([channels.has_both])
+            rows.append((("channels", *key), torch.cat([channels.amaxes, channels.squares, has_both])))
+        return {json.dumps([at, *key]): tensor for at, (key, tensor) in enumerate(rows)}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state` gave, on the device of later steps. An error of some kind where nothing gives it."""
+        for name in sorted(state, key=lambda name: json.loads(name)[0]):
+            (_, table, *key), x = json.loads(name), state[name]
+            match table, key:
+                case "entries", [module, role, plane, fmt]:
+                    self._entries[module, role, plane, fmt] = Entry(x[:-3], x[-3:-1], int(x[-1]))
+                case "channels", [module, role]:
+                    self._channels[module, role] = Channels(x[:-3].float(), x[-3:-1], bool(x[-1]))
+                case (("spreads" | "scales"), [role, plane]):
+                    (self._spreads if table == "spreads" else self._scales)[role, plane] = x
+                case (("steps" | "extremes"), [step, role, plane]):
+                    (self._steps if table == "steps" else self._extremes)[step, (role, plane)] = x
+                case "broken", [step, module, role, plane]:
+                    self._broken.append((step, module, (role, plane), x))
+                case _:
+                    raise ValueError(name)
+        for told in (self.rows, self.drift, self.spreads, self.operands, self.origin):
+            told()
 
     def products(self) -> list[ProductEntry]:
         """The error of each GEMM of the last step whose operands were encoded once, exact ones left out."""

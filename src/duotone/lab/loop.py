@@ -4,16 +4,18 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import cast
 
+import torch
 from torch import Tensor
 
 import duotone
 from duotone import observe
 from duotone.dispatch import compiled_casts
 from duotone.errors import UserError
+from duotone.lab.checkpoint import damaged
 from duotone.lab.journal import Journal
 from duotone.lab.memory import StepMemory, measure_step
 from duotone.lab.schema import EventEntry, GemmEntry, Loss, ModuleEntry, Observations, PlaneEntry, observations
@@ -23,6 +25,9 @@ from duotone.recipes import Recipe, Schedule
 
 UNTIMED = 3
 """The first steps of a run compile and warm caches; they do not count in the step time."""
+
+TIMES, MEMORY = "step_seconds", "memory"
+"""Names in a checkpoint."""
 
 FINAL_STEPS = 10
 HELDOUT_POINTS = 4
@@ -70,6 +75,7 @@ class Run:
     abandoned: bool = False
     label: str = ""
     is_observed: bool = True
+    journal: Journal = field(default_factory=Journal, repr=False, compare=False)
 
     @property
     def final_train_loss(self) -> float | None:
@@ -94,16 +100,42 @@ class Run:
 
     @property
     def history(self) -> dict[str, list[Loss]]:
-        """What a checkpoint holds of the run."""
+        """What a checkpoint holds of the run, besides `observations`."""
         return {"train_loss": self.train_loss, "heldout_loss": self.heldout_loss}
+
+    def observations(self) -> dict[str, Tensor]:
+        """Times, memory and the sums of sampled steps so far, as tensors."""
+        times = torch.tensor(self.step_seconds, dtype=torch.float64)
+        memory = {} if self.memory is None else {MEMORY: torch.tensor(astuple(self.memory))}
+        return {TIMES: times, **memory, **self.journal.state()} if self.is_observed else {}
+
+    def resume(self, trainer: Trainer, path: Path) -> None:
+        """Let `trainer` take over the checkpoint `path`, and go on with what its run came to.
+
+        UserError where it is damaged or of another run.
+        """
+        history, observed = trainer.resume(path)
+        self.train_loss, self.heldout_loss = history["train_loss"], history["heldout_loss"]
+        try:
+            self.step_seconds = observed.pop(TIMES, torch.empty(0)).tolist()
+            if MEMORY in observed:
+                peak, weights, saved = observed.pop(MEMORY).tolist()
+                self.memory = StepMemory(peak, weights, saved)
+            self.journal.load(observed)
+        except (ValueError, TypeError, RuntimeError, LookupError, ArithmeticError) as error:
+            raise damaged(path, f"what it observed is not what a run writes: {error!r}") from error
 
 
 @dataclass(frozen=True)
 class Saving:
-    """Where checkpoints go, and after how many steps each; the last step always leaves one."""
+    """Where checkpoints go, and after how many steps each.
+
+    A stop leaves one, too, and so does the last step where `keeps_last`. Then a failed last save is an error.
+    """
 
     folder: Path
     every: int
+    keeps_last: bool = True
 
 
 def train(
@@ -148,8 +180,9 @@ def _steps(
 ) -> None:
     steps, first = trainer.config.steps, trainer.done
     heldout, sampled = points(steps, HELDOUT_POINTS), points(steps, SAMPLES if run.is_observed else 0)
-    measured = min(first + 2, steps) if run.is_observed else None
-    store, broken = Journal(last=max(sampled, default=0)), None
+    measured = min(first + 2, steps) if run.is_observed and run.memory is None else None
+    store, broken = run.journal, None
+    store.last = max(sampled, default=0)
     if first < steps:
         progress.note(_first_step(run))
     while trainer.done < steps and run.error is None and not run.stopped:
@@ -180,6 +213,7 @@ def _steps(
             _heldout(trainer, run)
         run.stopped = number < steps and should_stop()
         _save(trainer, run, saving, progress)
+    run.journal = Journal()  # its operands need not live as long as the run
     is_whole = run.is_observed and run.error is None and not run.stopped
     run.observed = {
         "plan": run.observed["plan"],
@@ -250,13 +284,15 @@ def _heldout(trainer: Trainer, run: Run) -> None:
 
 def _save(trainer: Trainer, run: Run, saving: Saving | None, progress: Progress) -> None:
     """Save where this step asks for it; only a save that ends the run may fail it."""
-    last = run.stopped or trainer.done == trainer.config.steps
-    if saving is None or not (last or trainer.done % saving.every == 0):
+    is_over = trainer.done == trainer.config.steps
+    if saving is None or not (run.stopped or is_over or trainer.done % saving.every == 0):
+        return
+    if is_over and not saving.keeps_last:
         return
     try:
-        trainer.save(saving.folder, run.history)
+        trainer.save(saving.folder, run.history, run.observations())
     except UserError as error:
-        if last:
+        if (run.stopped or is_over) and saving.keeps_last:
             raise
         progress.note(str(error))
 

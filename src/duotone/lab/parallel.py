@@ -30,7 +30,7 @@ from duotone.lab.config import TrainConfig
 from duotone.lab.data import Corpus
 from duotone.lab.forecast import COLUMNS, ROWS, Parallel, sends_planes
 from duotone.lab.optimizer import BETAS, GRADIENT_NORM, decaying
-from duotone.lab.trainer import Trainer
+from duotone.lab.trainer import NOTHING, Trainer
 from duotone.modules import MoE
 from duotone.observe.storages import total_bytes
 from duotone.observe.wire import Wire
@@ -65,8 +65,7 @@ def started(parallel: Parallel, device: str) -> Iterator[int]:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
             reason = " ".join(str(error).split())[:120]
             raise UserError(
-                f"a rank was lost ({reason}); start all again: a training goes on from its newest checkpoint, a "
-                "comparison from the runs that ended"
+                f"a rank was lost ({reason}); start all again: runs go on from their newest checkpoint"
             ) from None
         raise
     finally:
@@ -215,8 +214,8 @@ class ParallelTrainer(Trainer):
     def plan(self) -> duotone.Plan:
         return planned(self.config, self.recipe)
 
-    def save(self, folder: Path, history: Mapping[str, object]) -> None:
-        """A checkpoint of all ranks. The newest three stay."""
+    def save(self, folder: Path, history: Mapping[str, object], observed: Mapping[str, Tensor] = NOTHING) -> None:
+        """A checkpoint of all ranks, which observe nothing. The newest three stay."""
         meta = torch.frombuffer(bytearray(json.dumps({**self.meta(), "history": history}).encode()), dtype=torch.uint8)
         extra = {"step": torch.tensor(self.done), "meta": meta}
         distributed.save(folder / f"step-{self.done:08d}", self.model, self.optimizer.adamw, extra)
@@ -224,7 +223,10 @@ class ParallelTrainer(Trainer):
             for old in checkpoint.steps(folder)[: -checkpoint.MOST]:
                 shutil.rmtree(old)
 
-    def resume(self, path: Path) -> dict[str, Any]:
+    def newest(self, folder: Path) -> Path | None:
+        return distributed.latest(folder)
+
+    def resume(self, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Load a checkpoint; gives the history of its run. UserError where it is of another run."""
         extra = distributed.load(path, self.model, self.optimizer.adamw)
         meta = json.loads(bytes(extra["meta"].tolist()))
@@ -232,7 +234,7 @@ class ParallelTrainer(Trainer):
         if key := next((key for key in current if meta.get(key) != current[key]), ""):
             raise UserError(f"the checkpoint {path} has another {key}: resume with the options that it was made with")
         self.done = self.first = int(extra["step"])
-        return meta["history"]
+        return meta["history"], {}
 
     def ranks(self) -> list[str]:
         """Memory and bytes on the wire of each rank, in words."""

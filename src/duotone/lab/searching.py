@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from duotone.errors import UserError
-from duotone.lab import checkpoint, comparison, continuation, meta
+from duotone.lab import checkpoint, comparison, continuation
 from duotone.lab.config import TrainConfig
 from duotone.lab.data import Corpus
 from duotone.lab.gemm_options import Option, Size, options_of
@@ -58,11 +58,7 @@ class Search:
         run = Run(REFERENCE, HighPrecision(), self.config.seed, is_reference=True)
         trainer = Trainer(self.config, run.recipe, corpus)
         if checkpoint.steps(folder):
-            path = checkpoint.latest(folder)
-            saved = checkpoint.load(path)
-            meta.require_run(saved, path)
-            trainer.restore(saved, path)
-            run = replace(run, **saved.meta["history"])
+            run.resume(trainer, checkpoint.latest(folder))
         train(trainer, run, saving=Saving(folder, SAVE_EVERY), progress=progress, should_stop=should_stop)
         if run.error or (not run.stopped and run.final_heldout_loss is None):
             raise UserError(f"the bf16 run has no loss to compare with ({run.error}): give a lower --lr or other data")

@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import duotone
 from duotone.errors import UserError
-from duotone.lab import checkpoint, model, models
+from duotone.lab import checkpoint, meta, model, models
 from duotone.lab.checkpoint import Checkpoint
 from duotone.lab.config import TrainConfig, require_device
 from duotone.lab.data import Corpus
@@ -22,6 +23,7 @@ from duotone.planned.planned import Planned
 from duotone.recipes import Phase, Recipe, Schedule, any_from_dict
 
 SEEDS = "seeds/"
+NOTHING: Mapping[str, Tensor] = {}
 
 
 class Trainer:
@@ -115,9 +117,23 @@ class Trainer:
         """Memory and bytes on the wire of each rank, in words, if there are several."""
         return []
 
-    def save(self, folder: Path, history: Mapping[str, object]) -> None:
+    def save(self, folder: Path, history: Mapping[str, object], observed: Mapping[str, Tensor] = NOTHING) -> None:
         """Publish a checkpoint below `folder`; UserError where the disk refuses it."""
-        checkpoint.save(folder, self.checkpoint(history))
+        checkpoint.save(folder, replace(self.checkpoint(history), observed=observed))
+
+    def newest(self, folder: Path) -> Path | None:
+        """The newest checkpoint below `folder`, None without one."""
+        return next(reversed(checkpoint.steps(folder)), None)
+
+    def resume(self, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Take over the checkpoint `path`; gives the history of its run and what it observed.
+
+        UserError, with nothing changed, where it is damaged or of another run.
+        """
+        saved = checkpoint.load(path)
+        meta.require_run(saved, path)
+        self.restore(saved, path)
+        return saved.meta["history"], {name: tensor.to(self.device) for name, tensor in saved.observed.items()}
 
     @torch.no_grad()
     def heldout_loss(self) -> float:
