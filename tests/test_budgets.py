@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39360
+LIBRARY_LINES = 39386
 TOOL_LINES = 7929
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -24,7 +24,7 @@ BUDGETS = {
     "cli": (1546, 2, 0),
     "comm": (200, 1, 0),
     "compat": (2518, 7, 0),
-    "conversion": (2696, 5, 0),
+    "conversion": (2706, 5, 0),
     "dispatch": (3509, 1, 0),
     "distributed": (501, 3, 0),
     "formats": (1502, 0, 0),
@@ -34,15 +34,15 @@ BUDGETS = {
     "linear": (1912, 5, 0),
     "modules": (712, 1, 0),
     "observe": (2320, 6, 0),
-    "ops": (1458, 0, 0),
+    "ops": (1464, 0, 0),
     "optim": (855, 3, 0),
     "package": (342, 1, 0),
-    "pipeline": (1543, 15, 0),
-    "planned": (3210, 15, 0),
+    "pipeline": (1545, 15, 0),
+    "planned": (3211, 15, 0),
     "recipes": (2016, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1422, 0, 0),
-    "state": (1846, 11, 0),
+    "state": (1853, 11, 0),
     "tensor": (2837, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

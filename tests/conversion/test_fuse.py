@@ -607,3 +607,22 @@ def test_what_changes_after_fuse_runs_as_its_class_says() -> None:
     m = duotone.fuse(duotone.convert(model(1), "mxfp8"))
     m[0].mlp.register_forward_hook(lambda module, inputs, y: 2 * y)
     assert rows(m)["0.between"] == "not fused: mlp is wrapped, or has hooks"
+
+
+@pytest.mark.parametrize(("recipe", "tracked"), [("fp8-current", True), ("nvfp4", False)])
+def test_an_exported_program_of_a_fused_model_has_the_bits_of_eager_code(recipe: str, tracked: bool) -> None:
+    """q, k and v share the scale of a tensor in it, too, so the bits are not those without fuse."""
+    m, x = model(1).bfloat16(), hidden_states().bfloat16()
+    plain, fused = duotone.convert(copy.deepcopy(m), recipe), duotone.convert(m, recipe, fuse=True)
+    batch = {0: torch.export.Dim("batch", min=2, max=64)}
+    with torch.set_grad_enabled(tracked):
+        program = torch.export.export(fused, (x,), dynamic_shapes=(batch,)).module()
+    for given in (x, torch.cat([x, -x, 2 * x])):
+        assert torch.equal(program(given), fused(given)) and not torch.equal(fused(given), plain(given))
+
+
+def test_a_strict_export_of_a_fused_norm_is_refused() -> None:
+    """Dynamo runs q, k and v one by one, under other scales than eager code."""
+    m = duotone.convert(model(1), "fp8-current", fuse=True)
+    with torch.no_grad(), pytest.raises(UserError, match=r"strict=True does not follow norms .* leave strict out"):
+        torch.export.export(m, (hidden_states(),), strict=True)

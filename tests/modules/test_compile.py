@@ -253,3 +253,16 @@ def test_an_exported_program_takes_batches_of_sequences(recipe: str) -> None:
     for count in (2, 5):
         x = torch.randn(count, 16, 32)
         assert torch.equal(program(x), model(x))
+
+
+@pytest.mark.parametrize(("norm", "strict", "tracked"), [("RMSNorm", False, False), ("LayerNorm", True, True)])
+def test_a_norm_and_its_linear_are_exported_before_their_first_step(norm: str, strict: bool, tracked: bool) -> None:
+    """The delayed states are created in the trace, and the module trains with them afterwards."""
+    m = duotone.LayerNormLinear(32, 64, normalization=norm, recipe=recipes.load("fp8-delayed")).eval()
+    x = torch.randn(16, 32)
+    with torch.set_grad_enabled(tracked):
+        program = torch.export.export(m, (x,), strict=strict).module()
+    assert torch.equal(program(x), m(x))
+    m.train()(100 * x).sum().backward()
+    m.eval()
+    assert m.duotone_forward.scale[0] < 1e3 and torch.equal(program(x), m(x))

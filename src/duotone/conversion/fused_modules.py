@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from duotone.conversion.patterns import MLP, Chain, Norm, children_of, epsilon, is_linear
+from duotone.errors import UserError
+from duotone.numbered import constant_in_traces
 from duotone.ops.activation import ActivationOp
 from duotone.ops.norm import NormOp
-from duotone.ops.packed_linear import Apart, PackedLinear, why_not_in_pipeline, why_not_packed
+from duotone.ops.packed_linear import Apart, PackedLinear, is_dense, why_not_in_pipeline, why_not_packed
 from duotone.ops.sequential import is_hooked, run_modules
 from duotone.pipeline.autograd import Outputs, is_transformed
 from duotone.pipeline.deferred import Defer, DeferredOutput
@@ -200,9 +202,9 @@ class NormReaders:
             readers += [f"{path}.{part}" if path and part else path or part for part in parts]
         return f"fused: it runs in the pipeline of {' and '.join(readers)}"
 
-    def takes(self, x: object) -> bool:
+    def takes(self, x: Tensor) -> bool:
         """Whether the norm of this input may run later, in the pipeline of its reader."""
-        if type(x) is not Tensor or not x.is_contiguous() or not x.numel() or is_autocast(x.device.type):
+        if not is_dense(x) or not x.is_contiguous() or not x.numel() or is_autocast(x.device.type):
             return False
         if x.is_inference():  # it has no version that would tell of a write
             return False
@@ -210,7 +212,7 @@ class NormReaders:
             return False
         gamma, beta = self.op.parameters()
         same = gamma is None or gamma.dtype is x.dtype
-        return same and all(p is None or (type(p) is nn.Parameter and p.device == x.device) for p in (gamma, beta))
+        return same and all(p is None or (is_dense(p) and p.device == x.device) for p in (gamma, beta))
 
     def defer(self, x: Tensor) -> DeferredOutput:
         """The output of the norm, which its readers compute."""
@@ -252,10 +254,18 @@ class FusedNorm(Fused):
 
     def forward(self, *inputs: Tensor, **options: object) -> object:
         readers: NormReaders = self.__dict__[FUSED]
-        if not torch.compiler.is_dynamo_compiling() and readers.norm is self and len(inputs) == 1 and not options:
-            if readers.takes(inputs[0]):
-                return readers.defer(inputs[0])
+        if torch.compiler.is_dynamo_compiling():
+            if torch.compiler._is_exporting_flag:
+                refuse_strict_export()
+        elif readers.norm is self and len(inputs) == 1 and not options and readers.takes(inputs[0]):
+            return readers.defer(inputs[0])
         return super().forward(*inputs, **options)  # type: ignore[misc]
+
+
+@constant_in_traces
+def refuse_strict_export() -> None:
+    """UserError in a trace whose program would round elsewhere than eager code, and share other scales."""
+    raise UserError("torch.export with strict=True does not follow norms that duotone.fuse fused: leave strict out")
 
 
 def refusal_of(owner: nn.Module, names: Sequence[str]) -> str:

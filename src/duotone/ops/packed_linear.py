@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from duotone.linear.core import LinearStage
 from duotone.linear.layout import WHOLE
@@ -136,7 +137,7 @@ def why_not_packed(packed: PackedLinear) -> str:
         weight, bias = (tensors_of(linear, kind).get(kind) for kind in ("weight", "bias"))
         if not linear.stored_weight:
             return f"{name} stores its weight transposed"
-        if type(weight) not in PLAIN or type(bias) not in (*PLAIN, type(None)):
+        if not is_dense(weight) or not (bias is None or is_dense(bias)):
             return f"{name} holds a {type(weight).__name__}"
         if linear.fuse_wgrad_accumulation or linear.delay_wgrad_compute or linear.save_original_input:
             return f"{name} has options of its backward"
@@ -146,6 +147,11 @@ def why_not_packed(packed: PackedLinear) -> str:
 
 
 PLAIN = (nn.Parameter, Tensor)
+
+
+def is_dense(tensor: object) -> bool:
+    """Whether a tensor is none of a subclass. In a program of torch.export fake ones stand for those of the model."""
+    return type(tensor) in PLAIN or (torch.compiler._is_exporting_flag and type(tensor) is FakeTensor)
 
 
 def pack(linears: Sequence[nn.Module]) -> None:

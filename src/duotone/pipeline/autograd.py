@@ -133,6 +133,8 @@ def run_backward(
 
 def run_traced_backward(ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Gradients:
     """`run_backward` in a trace. The gradient of x becomes plain: no graph gives its inputs quantized gradients."""
+    if torch.compiler._is_exporting_flag:  # nothing was saved: a program has no backward
+        return (None,) * len(ctx.needs_input_grad)
     forward, backward, dx, *of_operands = run_backward(ctx, gradients)
     return forward, backward, dx.dequantize() if isinstance(dx, QuantizedTensor) else dx, *of_operands
 

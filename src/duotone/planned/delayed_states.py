@@ -15,6 +15,7 @@ from duotone.recipes.delayed import check_requests
 from duotone.state.delayed import DelayedState
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import AmaxMode
+from duotone.state.torch_private import real_tensors
 from duotone.tensor import History, QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.fsdp import shard_of
@@ -93,7 +94,7 @@ def state_of(
     """The state of that name, created or adjusted to the history, with loaded values."""
     state = module._modules.get(name)
     if state is None:
-        with torch.inference_mode(False):  # an inference tensor could not be written in training
+        with torch.inference_mode(False), real_tensors():  # an inference tensor could not be written in training
             state = DelayedState(slots, history, device)
             saved = module.saved_states.pop(name, None)
             if saved is not None:

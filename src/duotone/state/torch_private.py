@@ -5,10 +5,12 @@ A release that drops one of them breaks here, or in tests/state and tests/module
 
 import ctypes
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 
 import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch.utils._python_dispatch import _disable_current_modes
 
 graph_task_id = torch._C._current_graph_task_id
 """Which backward runs in this thread, -1 outside of any."""
@@ -50,6 +52,11 @@ def set_thread_object(key: str, value: object) -> None:
 def is_faking() -> bool:
     """Whether tensors are fake: a compiler or an observer only asks for shapes."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def real_tensors() -> AbstractContextManager[object]:
+    """What is created within is real while torch.export traces, whose fake tensors a module must not keep."""
+    return _disable_current_modes() if torch.compiler._is_exporting_flag else nullcontext()
 
 
 PIPELINES = "torch.distributed.pipelining"
