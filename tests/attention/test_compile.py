@@ -131,3 +131,26 @@ def test_a_dynamic_graph_serves_all_lengths_and_guards_the_dropout() -> None:
         assert len(counts) == 1
         core.attention_dropout = 1 - 2**-16
         assert run(*heads).eq(0).float().mean() > 0.9
+
+
+SHARED = {
+    "all": lambda x, z: (x, x, x),
+    "query and key": lambda x, z: (x, x, z),
+    "key and value": lambda x, z: (z, x, x),
+    "parts": lambda x, z: torch.cat((x, z, x), dim=2).split(x.shape[2], dim=2),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_query_key_and_value_may_share_a_tensor(kind: str) -> None:
+    """Dynamo takes no tensor twice. Gradients of one tensor are added in eager's order, beside another one's."""
+
+    class Shares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.core = DotProductAttention(2, 32, qkv_format="bshd", recipe=duotone.Float8CurrentScaling(fp8_dpa=True))
+
+        def forward(self, x: Tensor, z: Tensor) -> Tensor:
+            return self.core(*SHARED[kind](x, z)) + (x * z).flatten(2)
+
+    compare(Shares(), torch.randn(2, 16, 2, 32).bfloat16(), torch.randn(2, 16, 2, 32).bfloat16())

@@ -15,7 +15,7 @@ from duotone.attention.picks import Pick
 from duotone.attention.products import BACKWARD_OPERANDS, FORWARD_OPERANDS, Slots
 from duotone.attention.ranks import Ranks
 from duotone.numbered import ByName, Numbered, constant_in_traces
-from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction, Refused, is_transformed
+from duotone.pipeline.autograd import RUNNER, Backward, Refused, apply_traced, is_transformed
 from duotone.pipeline.op import is_autocast
 from duotone.planned.delayed_states import BACKWARD_STATE, FORWARD_STATE, agreed_history, largest, state_of
 from duotone.planned.traced_stages import numbered
@@ -117,7 +117,7 @@ class LowPrecision:
     def _apply(self, stage: AttentionStage, operands: tuple[Tensor | None, ...]) -> Tensor:
         stages = (stage,)
         if torch.compiler.is_dynamo_compiling():
-            return PipelineFunction.apply(stages, Backward(stages), *operands)  # type: ignore[no-any-return]
+            return apply_traced(stages, Backward(stages), *operands)  # type: ignore[return-value]
         again = Refused(f"{stage.name}: {stage.refusal}")
         if is_transformed():
             again.check()

@@ -152,6 +152,21 @@ def apply_eagerly(forward: Stages, backward: Backward, x: Tensor, *operands: obj
         FORWARD.is_alone = around
 
 
+def apply_traced(forward: Stages, backward: Backward, *operands: object) -> Outputs:
+    """`PipelineFunction.apply` in a trace. Dynamo takes no tensor twice: one that comes again is a view.
+
+    Backward reaches the newest view first, so views in reverse add gradients in the order of eager code. Quantized
+    tensors break the graph, since it knows no planes of their views.
+    """
+    distinct = list(operands)
+    for at in reversed(range(len(operands))):
+        operand = operands[at]
+        if isinstance(operand, Tensor) and not isinstance(operand, QuantizedTensor):
+            if any(operand is each for each in operands[:at]):
+                distinct[at] = operand.view_as(operand)
+    return PipelineFunction.apply(forward, backward, *distinct)
+
+
 class Runner:
     """Runs pipelines: `apply(forward, backward, x, *operands)`."""
 
