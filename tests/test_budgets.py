@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39386
+LIBRARY_LINES = 39431
 TOOL_LINES = 7929
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -36,13 +36,13 @@ BUDGETS = {
     "observe": (2320, 6, 0),
     "ops": (1464, 0, 0),
     "optim": (855, 3, 0),
-    "package": (342, 1, 0),
-    "pipeline": (1545, 15, 0),
+    "package": (348, 1, 0),
+    "pipeline": (1560, 15, 0),
     "planned": (3211, 15, 0),
     "recipes": (2016, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1422, 0, 0),
-    "state": (1853, 11, 0),
+    "state": (1877, 11, 0),
     "tensor": (2837, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

@@ -13,14 +13,20 @@ _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
 def define_op(
     schema: str,
     kernel: Callable[..., object],
-    shapes: Callable[..., object],
+    shapes: Callable[..., object] | None = None,
     *,
     devices: Sequence[str] = ("CPU", "CUDA"),
     tags: Sequence[torch.Tag] = (),
 ) -> None:
-    """Define `torch.ops.duotone.<schema>`. `shapes` takes the same arguments and gives results without values."""
+    """Define `torch.ops.duotone.<schema>`. `shapes` takes the same arguments and gives results without values.
+
+    Without `shapes` a trace runs the kernel, and holds the ops that it calls.
+    """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=tags)
+    if shapes is None:
+        _LIBRARY.impl(name, kernel, "CompositeImplicitAutograd")
+        return
     for device in devices:
         _LIBRARY.impl(name, kernel, device)
     torch.library.register_fake(f"duotone::{name}", shapes, lib=_LIBRARY)

@@ -214,21 +214,24 @@ def test_compiled_code_in_frames_changes_no_bit() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize(
+    ("recipe", "kind"), [(DELAYED, "non-reentrant"), (STOCHASTIC, "non-reentrant"), (STOCHASTIC, "selective")]
+)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_checkpoints_inside_of_compiled_code_use_the_scales_of_their_own_forwards() -> None:
+def test_checkpoints_inside_of_compiled_code_have_what_their_own_forwards_had(recipe, kind) -> None:
     """A region for each microbatch moves the scales, so the newest forward has others than those before it."""
     torch._dynamo.reset()
-    eager = model(DELAYED)
+    eager = model(recipe)
     compiled = copy.deepcopy(eager)
 
     def body(m: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(m[2], checkpoint(m[:2], x, use_reentrant=False), use_reentrant=False)
+        return KINDS[kind](m[2], KINDS[kind](lambda t: m[:2](m[:2](t)), x))
 
     def step(run: Callable, m: nn.Module, order: tuple[int, ...]) -> list[Tensor]:
         m.zero_grad()
         leaves, losses = inputs(3), []
         for i, leaf in enumerate(leaves):
-            with duotone.autocast(recipe=DELAYED):
+            with duotone.autocast(recipe=recipe):
                 losses.append(run(m, leaf * 3.0**i).float().square().sum())
         for i in order:
             losses[i].backward()

@@ -9,7 +9,8 @@ as the graph:
 Values are kept on that object, by key and in order. The recompute finds the object on Python's stack, so calls,
 microbatches and nested frames stay apart. Outside of frames nothing is kept.
 
-A compiled graph that recomputes by itself keeps delayed scales on its own `ctx`: all calls of a graph have one.
+A compiled graph that recomputes by itself keeps delayed scales on its own `ctx`: all calls of a graph have one. Its
+seeds are among the tensors that it saves.
 """
 
 import sys

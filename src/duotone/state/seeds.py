@@ -7,13 +7,14 @@ buffer; the taken value travels to backward.
 
 import hashlib
 import warnings
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.graph_ops import define_op
-from duotone.state import frames
+from duotone.state import frames, torch_private
 from duotone.state.region import in_backward
 
 BUFFER = "duotone_seed"
@@ -32,7 +33,7 @@ def take(buffer: Tensor, count: int) -> Tensor:
     if no checkpoint runs the recompute.
     """
     if torch.compiler.is_dynamo_compiling():
-        return torch.ops.duotone.take_seed(buffer, count)
+        return torch.ops.duotone.take_seed_once(buffer, count)
     key = ("seed", id(buffer))
     seed = _again(key) if in_backward() else _draw_seed(buffer, count)
     frames.remember(key, seed)
@@ -42,11 +43,11 @@ def take(buffer: Tensor, count: int) -> Tensor:
 def upcoming(buffer: Tensor, count: int) -> Tensor:
     """The seed that the next `take` of `count` returns. Nothing advances."""
     if torch.compiler.is_dynamo_compiling():
-        return torch.ops.duotone.upcoming_seed(buffer, count)
+        return torch.ops.duotone.upcoming_seed_once(buffer, count)
     return _again(("seed", id(buffer)), advances=False) if in_backward() else buffer.clone()
 
 
-def _again(key: tuple[str, int], advances: bool = True) -> Tensor:
+def _again(key: Hashable, advances: bool = True) -> Tensor:
     record = frames.recomputed()
     if record is None:
         raise UserError(
@@ -65,28 +66,33 @@ def _draw_seed(buffer: Tensor, count: int) -> Tensor:
 
 def _take_seed(buffer: Tensor, count: int) -> Tensor:
     """For compiled code. Its buffers may be copies, so a frame keeps the draws of all its modules in one order."""
-    if in_backward():
-        record = frames.recomputed()
-        seed = buffer - count if record is None else record.take("compiled")
-    else:
-        seed = _draw_seed(buffer, count)
+    seed = _again("compiled") if in_backward() else _draw_seed(buffer, count)
     frames.remember("compiled", seed)
     return seed
 
 
 def _upcoming_seed(buffer: Tensor, count: int) -> Tensor:
-    if not in_backward():
-        return buffer.clone()
-    record = frames.recomputed()
-    return buffer - count if record is None else record.take("compiled", advances=False).clone()
+    return _again("compiled", advances=False).clone() if in_backward() else buffer.clone()
 
 
 def _empty_seed(buffer: Tensor, count: int) -> Tensor:
     return torch.empty_like(buffer)
 
 
+def _once(op: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
+    """The op as a trace calls it: a checkpoint in the graph does not run it again, so its backward has this seed."""
+
+    def run(buffer: Tensor, count: int) -> Tensor:
+        with torch_private.saved_in_graphs():
+            return op(buffer, count)
+
+    return run
+
+
 define_op("take_seed(Tensor(a!) buffer, int count) -> Tensor", _take_seed, _empty_seed)
 define_op("upcoming_seed(Tensor buffer, int count) -> Tensor", _upcoming_seed, _empty_seed)
+define_op("take_seed_once(Tensor(a!) buffer, int count) -> Tensor", _once(torch.ops.duotone.take_seed))
+define_op("upcoming_seed_once(Tensor buffer, int count) -> Tensor", _once(torch.ops.duotone.upcoming_seed))
 
 
 def rng_state(model: nn.Module) -> dict[str, Tensor]:

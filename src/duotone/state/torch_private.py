@@ -4,13 +4,16 @@ A release that drops one of them breaks here, or in tests/state and tests/module
 """
 
 import ctypes
+import itertools
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 
 import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy
 
 graph_task_id = torch._C._current_graph_task_id
 """Which backward runs in this thread, -1 outside of any."""
@@ -94,6 +97,20 @@ def is_graph_recomputed() -> bool:
     while tracer.parent is not None and tracer.source_target is not torch.ops.higher_order.tag_activation_checkpoint:
         tracer = tracer.parent
     return tracer.parent is not None
+
+
+@contextmanager
+def saved_in_graphs() -> Iterator[None]:
+    """In a trace of AOTAutograd: a backward reads the results of these ops, which no checkpoint runs again."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    before = 0 if mode is None else len(mode.tracer.graph.nodes)
+    yield
+    if mode is not None:
+        nodes = mode.tracer.graph.nodes
+        for node in itertools.islice(reversed(nodes), len(nodes) - before):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def specialized(number: float) -> float:
