@@ -120,10 +120,10 @@ def _run(
         raise UserError(f"--seconds is {pace.seconds}; give the seconds of a turn, above 0 and up to 60")
     only, graph = typed.pop("only"), typed.pop("graph")
     settings = _settings(recipes, device, typed)
-    wanted = [subject.parse(shape) for shape in shapes] or subject.shapes[settings.device]
-    cases = [case for shape in wanted for case in subject.cases(settings, shape)]
+    sizes = [subject.parse(shape) for shape in shapes] or subject.shapes[settings.device]
+    cases = [case for shape in sizes for case in subject.cases(settings, shape)]
     if only:
-        _require_candidates(only, subject.cases(settings, wanted[0]))
+        _require_candidates(only, subject.cases(settings, sizes[0]))
         cases = [case.only(only) for case in cases]
     if graph:
         _require_cuda(settings.device)
@@ -132,15 +132,15 @@ def _run(
         cases = [replace(case, what=f"{case.what}, one thread") for case in cases]
     if out is not None:
         records.require_appendable(Path(out))
-    done, interrupt = 0, Interrupt("turn")
+    completed, interrupt = 0, Interrupt("turn")
     try:
         with interrupt, torch.autograd.set_multithreading_enabled(not one_thread):
             for case in cases:
                 _measure(case, pace, interrupt, settings.device, out)
-                done += 1
+                completed += 1
     except KeyboardInterrupt:
-        saved = f", in {out}" if out is not None and done else ""
-        click.echo(f"stopped: {done} of {len(cases)} tables are complete{saved}", err=True)
+        saved = f", in {out}" if out is not None and completed else ""
+        click.echo(f"stopped: {completed} of {len(cases)} tables are complete{saved}", err=True)
         context.exit(interrupt.exit_code)
 
 

@@ -51,8 +51,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as cache:
             environment = {**os.environ, "TRITON_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": cache}
             command = [sys.executable, "-m", "bench.first_step", recipe]
-            done = subprocess.run(command, env=environment, cwd=CLONE, check=True, capture_output=True, text=True)
-        emit(device, {"recipe": recipe, **json.loads(done.stdout)})
+            process = subprocess.run(command, env=environment, cwd=CLONE, check=True, capture_output=True, text=True)
+        emit(device, {"recipe": recipe, **json.loads(process.stdout)})
 
 
 if __name__ == "__main__":

@@ -71,11 +71,11 @@ def model(options: argparse.Namespace, device: torch.device) -> Decoder:
     )
     torch.manual_seed(0)
     with torch.device(device):
-        made = Decoder(config, options.vocabulary).to(layer.DTYPE)
-    for parameter in made.parameters():
+        decoder = Decoder(config, options.vocabulary).to(layer.DTYPE)
+    for parameter in decoder.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.02)
-    return made
+    return decoder
 
 
 def converted(m: Decoder, recipe: str, form: str) -> Decoder:
@@ -212,10 +212,10 @@ def profile(step: Callable[[], object]) -> None:
     if dist.get_rank() == 0:
         stats: Any = pstats.Stats(calls)
         print(f"{stats.total_calls} calls")
-        for (file, line, name), (_, count, own, total, _) in sorted(stats.stats.items(), key=lambda one: -one[1][2])[
-            :45
-        ]:
-            print(f"{own * 1e6:8.0f} {total * 1e6:8.0f} {count:6d} {'/'.join(file.split('/')[-2:])}:{line} {name}")
+        for (file, line, name), (_, count, internal, total, _) in sorted(
+            stats.stats.items(), key=lambda one: -one[1][2]
+        )[:45]:
+            print(f"{internal * 1e6:8.0f} {total * 1e6:8.0f} {count:6d} {'/'.join(file.split('/')[-2:])}:{line} {name}")
 
 
 Candidate = tuple[str, Callable[[], Callable[[], object]]]

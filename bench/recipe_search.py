@@ -55,9 +55,10 @@ def main() -> None:
         differences = [gaps["searched"][seed] - gap for seed, gap in gaps[name].items()]
         mean, width = statistics.fmean(differences), margin(differences) or float("inf")
         entry = {key: runs[name][key] for key in ("gap_percent", "gap_margin", "gaps")}
-        told = {"searched_less_this": mean, "margin": width, "searched_is_worse": mean - width > 0}
+        verdict = {"searched_less_this": mean, "margin": width, "searched_is_worse": mean - width > 0}
         emit(
-            "cpu", {"question": QUESTION, "uniform": name, "speed": evidence["uniform"][name]["speed"], **entry, **told}
+            "cpu",
+            {"question": QUESTION, "uniform": name, "speed": evidence["uniform"][name]["speed"], **entry, **verdict},
         )
 
 

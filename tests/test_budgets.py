@@ -14,10 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39431
-TOOL_LINES = 7929
-BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
+LIBRARY_LINES = 39430
+TOOL_LINES = 7930
+BANNED = frozenset(
+    "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
+)
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
+BENCH = Path(__file__).parent.parent / "bench"
 
 BUDGETS = {
     "attention": (2913, 20, 0),
@@ -26,11 +29,11 @@ BUDGETS = {
     "compat": (2518, 7, 0),
     "conversion": (2706, 5, 0),
     "dispatch": (3509, 1, 0),
-    "distributed": (501, 3, 0),
+    "distributed": (497, 3, 0),
     "formats": (1502, 0, 0),
     "integrations": (772, 11, 0),
     "kernels": (5048, 0, 0),
-    "lab": (3866, 14, 0),
+    "lab": (3867, 14, 0),
     "linear": (1912, 5, 0),
     "modules": (712, 1, 0),
     "observe": (2320, 6, 0),
@@ -42,8 +45,8 @@ BUDGETS = {
     "recipes": (2016, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1422, 0, 0),
-    "state": (1877, 11, 0),
-    "tensor": (2837, 16, 0),
+    "state": (1878, 11, 0),
+    "tensor": (2839, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 
@@ -92,6 +95,11 @@ def test_every_room_has_a_budget() -> None:
 @pytest.mark.parametrize("measure", [0, 1, 2], ids=["lines", "any", "banned"])
 def test_a_room_keeps_to_its_budget(name: str, measure: int) -> None:
     assert measured()[name][measure] <= BUDGETS[name][measure]
+
+
+def test_no_name_of_a_bench_is_a_banned_word() -> None:
+    names = [(path.name, name) for path in BENCH.rglob("*.py") for name in banned_names(ast.parse(path.read_text()))]
+    assert names == []
 
 
 def test_library_and_tools_keep_to_their_budgets() -> None:

@@ -95,7 +95,7 @@ def of_kernel(heads: Heads, shape: Shape, tiles: tuple[int, int, int]) -> Work:
     return Work(call, amount=flops(shape, 2))
 
 
-def asked(recipe: Recipe, trains: bool) -> dict[str, Recipe]:
+def variants(recipe: Recipe, trains: bool) -> dict[str, Recipe]:
     """What the plan picks under `fp8_dpa`, FP8 whatever its speed, and with the products of backward by cuDNN."""
     low = replace(recipe, fp8_dpa=True, dpa_min_tokens=0)
     recipes = {f"{recipe.name}, as picked": replace(recipe, fp8_dpa=True), f"{recipe.name} in FP8": low}
@@ -107,11 +107,11 @@ def asked(recipe: Recipe, trains: bool) -> dict[str, Recipe]:
 def candidates(settings: Settings, shape: Shape, trains: bool) -> list[Candidate]:
     batch, tokens, count, groups, width = shape
     require_multiple("HEADS", count, groups)
-    made = [
+    query, key, value = (
         torch.randn(batch, tokens, each, width, device=settings.device, dtype=torch.bfloat16, requires_grad=True)
         for each in (count, groups, groups)
-    ]
-    heads = (made[0], made[1], made[2])
+    )
+    heads = query, key, value
     backends = BACKENDS.items() if settings.device == "cuda" else [(PLAIN, None)]
     plain = [
         Candidate(name, lambda backend=backend: of_torch(heads, shape, trains, backend)) for name, backend in backends
@@ -119,7 +119,7 @@ def candidates(settings: Settings, shape: Shape, trains: bool) -> list[Candidate
     ours = [
         Candidate(name, lambda recipe=recipe: of_recipe(recipe, heads, shape, trains))
         for each in settings.recipes
-        for name, recipe in asked(each, trains).items()
+        for name, recipe in variants(each, trains).items()
     ]
     kernels = [
         Candidate(f"{KERNEL} kernel, {written(tiles)}", lambda tiles=tiles: of_kernel(heads, shape, tiles))

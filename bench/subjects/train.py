@@ -156,22 +156,22 @@ def candidates(settings: Settings, shape: Shape) -> list[Candidate]:
     def candidate(name: str, make: Callable[[], nn.Module]) -> Candidate:
         return Candidate(name, lambda: bench.work(make()))
 
-    made = [
+    choices = [
         candidate("torch bf16 eager", bench.twin),
         candidate(BASE, lambda: compile_blocks(bench.twin())),
     ]
     for name in layer.torchao_recipes():
-        made.append(candidate(f"torchao {name}", lambda name=name: compile_blocks(_torchao(bench.twin(), name))))
+        choices.append(candidate(f"torchao {name}", lambda name=name: compile_blocks(_torchao(bench.twin(), name))))
     for recipe in settings.recipes:
         for form, build in {"converted": converted, "fused": fused, "modules": of_modules}.items():
             model = lambda build=build, recipe=recipe: build(bench.twin(), recipe)  # noqa: E731
-            made.append(candidate(f"{recipe.name}, {form}", model))
+            choices.append(candidate(f"{recipe.name}, {form}", model))
             between = lambda model=model: compile_between(model())  # noqa: E731
-            made.append(candidate(f"{recipe.name}, {form}, the rest compiled", between))
+            choices.append(candidate(f"{recipe.name}, {form}, the rest compiled", between))
             if settings.compiled:
                 compiled = lambda model=model: compile_blocks(model())  # noqa: E731
-                made.append(candidate(f"{recipe.name}, {form}, compiled", compiled))
-    return made
+                choices.append(candidate(f"{recipe.name}, {form}, compiled", compiled))
+    return choices
 
 
 def cases(settings: Settings, shape: Shape) -> list[Case]:

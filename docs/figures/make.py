@@ -49,10 +49,10 @@ def block(fmt: formats.Format) -> tuple[int, int, str]:
 
 
 def draw(fmt: formats.Format) -> str:
-    told = fmt.describe()
+    description = fmt.describe()
     rows, cols, words = block(fmt)
     left, top = 210, 36
-    lines = bits(str(told["element"]))
+    lines = bits(str(description["element"]))
     lines.append(f'<text x="{left}" y="24" style="{STYLE}">a matrix, {words}</text>')
     for i in range(ROWS):
         for j in range(COLS):
@@ -60,15 +60,15 @@ def draw(fmt: formats.Format) -> str:
             place = f'x="{left + CELL * j}" y="{top + CELL * i}"'
             lines.append(f'<rect {place} width="{CELL - 2}" height="{CELL - 2}" rx="2" fill="{shade}"/>')
     right = left + CELL * COLS + 30
-    lines.append(f'<text x="{right}" y="24" style="{STYLE}">its scales: {told["scale"]}</text>')
+    lines.append(f'<text x="{right}" y="24" style="{STYLE}">its scales: {description["scale"]}</text>')
     for i in range(ROWS // rows):
         for j in range(COLS // cols):
             shade = SHADES[(2 * i + (j if cols < COLS else 0)) % 4]
             place = f'x="{right + 18 * j}" y="{top + CELL * rows * i}"'
             lines.append(f'<rect {place} width="14" height="14" rx="7" fill="{shade}"/>')
-    size = f"{told['bits_per_element']} bits an element"
+    size = f"{description['bits_per_element']} bits an element"
     lines.append(f'<text x="{right}" y="{top + CELL * ROWS + 22}" style="{STYLE}">{size}</text>')
-    title = f"{told['name']}: {told['element']} elements, {words}, scales in {told['scale']}"
+    title = f"{description['name']}: {description['element']} elements, {words}, scales in {description['scale']}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 200" role="img" aria-label="{title}">'
     return "\n".join([head, f"<title>{title}</title>", *lines, "</svg>\n"])
 

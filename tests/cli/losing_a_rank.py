@@ -16,7 +16,7 @@ START = os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 
 def step_or_die(self: ParallelTrainer, *arguments: Any, **options: Any) -> float:
-    if IS_LAST and START == "0" and self.done == 3:
+    if IS_LAST and START == "0" and self.completed == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return step(self, *arguments, **options)
 

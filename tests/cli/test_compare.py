@@ -43,7 +43,7 @@ def test_ctrl_c_writes_a_partial_report_and_ends_with_130(duotone, text_file, tm
 
     def interrupted(self, *args, **kwargs):
         loss = step(self, *args, **kwargs)
-        if self.done == 2 and self.recipe.name == "mxfp8":
+        if self.completed == 2 and self.recipe.name == "mxfp8":
             os.kill(os.getpid(), signal.SIGINT)
         return loss
 
@@ -133,7 +133,7 @@ def test_a_comparison_that_dies_goes_on_from_its_newest_checkpoint(duotone, refu
     step, taken = Trainer.step, []
 
     def dying(self, *args, **kwargs):
-        if (taken.append(self.done + 1), len(taken))[1] == 6:
+        if (taken.append(self.completed + 1), len(taken))[1] == 6:
             raise RuntimeError("a bug")
         return step(self, *args, **kwargs)
 
@@ -162,7 +162,7 @@ def test_a_full_disk_costs_a_comparison_no_run(duotone, text_file, tmp_path, mon
         real(path, content)
 
     def dying(self, *args, **kwargs):
-        if (taken.append(self.done + 1), len(taken))[1] == 4:
+        if (taken.append(self.completed + 1), len(taken))[1] == 4:
             raise RuntimeError("a bug")
         return step(self, *args, **kwargs)
 
@@ -221,7 +221,7 @@ def test_a_diverged_run_is_told_and_gives_exit_code_1(duotone, text_file, tmp_pa
 
     def diverging(self, *args, **kwargs):
         loss = step(self, *args, **kwargs)
-        return float("nan") if self.recipe.name == "mxfp8" and self.done == 2 else loss
+        return float("nan") if self.recipe.name == "mxfp8" and self.completed == 2 else loss
 
     monkeypatch.setattr(Trainer, "step", diverging)
     code, text, _ = duotone(*TINY, "--data", text_file, "--recipes", "mxfp8", "--out", tmp_path / "a")

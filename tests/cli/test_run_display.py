@@ -17,7 +17,7 @@ def test_plain_lines_go_on_while_nothing_happens(capsys):
             heard += capsys.readouterr().err
 
     with PlainProgress(interval=0.02) as progress:
-        progress.begin("mxfp8", steps=4, done=0, tokens_per_step=128, model="gpt")
+        progress.begin("mxfp8", steps=4, completed=0, tokens_per_step=128, model="gpt")
         progress.note("first step: compiling casts")
         wait_for("mxfp8: first step: compiling casts (", 2)
         for number in (1, 2, 3, 4):
@@ -36,7 +36,7 @@ def test_plain_lines_go_on_while_nothing_happens(capsys):
 
 def test_a_resumed_run_says_where_it_goes_on(capsys):
     with PlainProgress() as progress:
-        progress.begin("mxfp8", steps=4, done=2, tokens_per_step=128, model="gpt")
+        progress.begin("mxfp8", steps=4, completed=2, tokens_per_step=128, model="gpt")
     assert capsys.readouterr().err == "mxfp8: 4 steps of 128 tokens, gpt, from step 2\n"
 
 
@@ -53,7 +53,7 @@ def test_the_live_display_shows_step_loss_speed_and_remaining_time():
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=120)
     with LiveProgress(console) as progress:
-        progress.begin("nvfp4 [a]", steps=4, done=0, tokens_per_step=128, model="gpt")
+        progress.begin("nvfp4 [a]", steps=4, completed=0, tokens_per_step=128, model="gpt")
         progress.note("first step: compiling casts")
         progress.step(1, 5.5)
         progress.step(2, 5.25)

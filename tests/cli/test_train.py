@@ -35,7 +35,7 @@ def stop_after(monkeypatch, steps, number=signal.SIGINT):
 
     def interrupted(self, *args, **kwargs):
         loss = step(self, *args, **kwargs)
-        if self.done == steps:
+        if self.completed == steps:
             os.kill(os.getpid(), number)
         return loss
 

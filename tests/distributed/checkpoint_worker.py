@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import duotone
 from duotone import recipes
 from duotone.distributed import async_save, latest, load, save
-from duotone.distributed.entries import local
 from duotone.errors import UserError
 from duotone.tensor import QuantizedTensor
+from duotone.tensor.fsdp import shard_of
 
 RANKS = tuple(ranks for ranks in (1, 2, 4) if ranks <= int(sys.argv[2]))
 CASES = {
@@ -83,10 +83,10 @@ def state(m: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Copies of all that the next step depends on."""
     tensors = {**duotone.rng_state(m), **duotone.recipe_state(m), "generator": torch.get_rng_state()}
     for name, parameter in m.named_parameters():
-        mine = local(parameter.detach())
+        mine = shard_of(parameter.detach())
         parts = mine.parts if isinstance(mine, QuantizedTensor) else [mine]
         tensors |= {f"{name} {at}": part for at, part in enumerate(parts)}
-        tensors |= {f"{name} {key}": local(value) for key, value in optimizer.state[parameter].items()}
+        tensors |= {f"{name} {key}": shard_of(value) for key, value in optimizer.state[parameter].items()}
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -138,7 +138,7 @@ def any_number_of_ranks_loads_what_any_other_number_saved(folder: Path) -> None:
             values, seeds = torch.load(path.parent / "whole.pt", checks.DEVICE)
             for name, parameter in m.named_parameters():
                 want = values[name].chunk(loaded_by)[dist.get_rank()]
-                mine = local(parameter.detach())
+                mine = shard_of(parameter.detach())
                 same(mine + 0, want, f"{recipe}, {saved_by} to {loaded_by}: {name}")
                 if isinstance(mine, QuantizedTensor) and mine.derives_columnwise and mine.planes.columnwise is not None:
                     rowwise, columnwise = (plane.dequantize(mine.dtype) for plane in mine.planes)
@@ -284,7 +284,7 @@ def plain_weights_of_another_recipe_load_and_a_warning_names_both(folder: Path) 
         want = network("nvfp4", 2, seed=1)
         load(path, want, group=group)
         for got, right in zip(m.parameters(), want.parameters(), strict=True):
-            same(local(got.detach()), local(right.detach()))
+            same(shard_of(got.detach()), shard_of(right.detach()))
 
 
 @check

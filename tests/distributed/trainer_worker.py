@@ -92,7 +92,7 @@ def the_command_compares_recipes_over_all_ranks(folder: Path) -> None:
     step = ParallelTrainer.step
 
     def dying(self: ParallelTrainer, *arguments: Any, **options: Any) -> float:
-        taken.append(self.done + 1)
+        taken.append(self.completed + 1)
         if len(taken) == 6:
             raise LookupError("a bug")
         return step(self, *arguments, **options)
@@ -146,7 +146,7 @@ def a_resumed_trainer_has_the_bits_of_one_that_went_on(folder: Path) -> None:
         trainer, losses = uninterrupted(folder, case)
         resumed = ParallelTrainer(parallel, trainer.config, recipes.load(recipe), corpus())
         history, _ = resumed.resume(folder / f"{parallel}-{recipe}" / "step-00000002")
-        assert history == {"train_loss": [[1, 0.5]]} and resumed.done == 2
+        assert history == {"train_loss": [[1, 0.5]]} and resumed.completed == 2
         assert losses_of(resumed, 2) == losses[2:], parallel
         state, want = resumed.optimizer.state(), trainer.optimizer.state()
         assert state.keys() == want.keys()

@@ -106,7 +106,7 @@ def test_a_tensor_that_this_run_does_not_have_is_refused_before_anything_changes
         trainer.restore(checkpoint.load(folder), folder)
     assert "\n" not in str(raised.value) and "train anew" in str(raised.value)
     after = bits_of(trainer)
-    assert trainer.done == 0 and before.keys() == after.keys()
+    assert trainer.completed == 0 and before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
@@ -231,7 +231,7 @@ def test_what_a_run_writes_passes(copied, corpus):
     meta.require_run(saved, folder)
     trainer = Trainer(config, recipes.load("nvfp4"), corpus)
     trainer.restore(saved, folder)
-    assert trainer.done == 2
+    assert trainer.completed == 2
     result = loop.Run("nvfp4", trainer.chosen, **saved.meta["history"])
     again = trainer.checkpoint(result.history)
     assert all(torch.equal(tensor, saved.training[name]) for name, tensor in again.training.items())

@@ -14,8 +14,8 @@ class Recorder(Progress):
     def __init__(self):
         self.events = []
 
-    def begin(self, name, *, steps, done, tokens_per_step, model):
-        self.events.append(("begin", name, steps, done, tokens_per_step, model))
+    def begin(self, name, *, steps, completed, tokens_per_step, model):
+        self.events.append(("begin", name, steps, completed, tokens_per_step, model))
 
     def note(self, text):
         self.events.append(("note", text))
@@ -134,7 +134,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_saves_nothing(tmp_path, conf
     step = trainer.step
 
     def poisoned(*args, **kwargs):
-        if trainer.done == 2:
+        if trainer.completed == 2:
             trainer.model.norm.weight.data.fill_(torch.nan)
         return step(*args, **kwargs)
 
@@ -153,7 +153,7 @@ def test_the_first_operand_that_is_not_finite_is_an_event(config, corpus):
     step = trainer.step
 
     def poisoned(*args, **kwargs):
-        if trainer.done == 2:
+        if trainer.completed == 2:
             trainer.model.layers[1].mlp.down.weight.data[5, 7] = -torch.inf
         return step(*args, **kwargs)
 

@@ -83,4 +83,4 @@ def test_it_goes_on_from_known_effects_with_the_same_numbers_and_leaves_no_trace
     assert all(
         torch.equal(p, q) and p.grad is None for p, q in zip(trainer.model.parameters(), parameters, strict=True)
     )
-    assert isinstance(whole[0], Effect) and trainer.done == 1
+    assert isinstance(whole[0], Effect) and trainer.completed == 1

@@ -62,7 +62,7 @@ def test_a_restored_trainer_continues_bit_for_bit(request, tmp_path, corpus, rec
     second = Trainer(config, recipes.load(recipe), corpus)
     second.step()
     second.restore(checkpoint.load(path), path)
-    assert second.done == 3
+    assert second.completed == 3
     assert [second.step() for _ in range(3)] == losses[3:]
     assert second.heldout_loss() == straight.heldout_loss()
     assert_same_bits(state_of(second), state_of(straight))
@@ -158,7 +158,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(tmp_path, co
         other.restore(checkpoint.load(path), path)
     assert "\n" not in str(raised.value)
     assert_same_bits(before, state_of(other))
-    assert other.done == 0
+    assert other.completed == 0
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path, config, untied, corpus):

@@ -249,5 +249,5 @@ def test_a_run_of_the_laboratory_goes_on() -> None:
     corpus = data.load([str(cases.FOLDER / "text.txt")], context=config.preset.model.context)
     trainer = Trainer(config, cases.load_recipe("fp8-delayed"), corpus)
     trainer.restore(saved, folder)
-    assert trainer.done == 1
+    assert trainer.completed == 1
     same_output(torch.tensor(trainer.step()), torch.tensor(stored["next_loss"]))

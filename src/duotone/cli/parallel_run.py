@@ -83,7 +83,7 @@ def _trained(
     run = loop.Run(chosen.name, chosen, config.seed, is_observed=False)
     if newest is not None:
         run.resume(trainer, newest)
-        click.echo(f"resumed from step {trainer.done} on {layout.ranks} ranks")
+        click.echo(f"resumed from step {trainer.completed} on {layout.ranks} ranks")
     with run_display.choose() if first else contextlib.nullcontext(Progress()) as display:
         loop.train(trainer, run, saving=saving, progress=display, should_stop=should_stop)
     return run, corpus

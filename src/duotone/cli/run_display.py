@@ -18,8 +18,8 @@ INTERVAL = 2.0
 class Meter:
     """Speed and remaining time of one run. The first step does not count: it compiles."""
 
-    def __init__(self, name: str, steps: int, done: int, tokens_per_step: int) -> None:
-        self.name, self.steps, self.done, self.tokens_per_step = name, steps, done, tokens_per_step
+    def __init__(self, name: str, steps: int, completed: int, tokens_per_step: int) -> None:
+        self.name, self.steps, self.completed, self.tokens_per_step = name, steps, completed, tokens_per_step
         self.loss: float | None = None
         self.status = "starting"
         self.started = time.monotonic()
@@ -27,15 +27,15 @@ class Meter:
 
     def step(self, number: int, loss: float) -> None:
         """Note that a step ended, and its loss."""
-        self.done, self.loss = number, loss
+        self.completed, self.loss = number, loss
         self._timed_from = self._timed_from or (number, time.monotonic())
 
     @property
     def _pace(self) -> float | None:
         """Seconds of a step."""
-        if self._timed_from is None or self.done == self._timed_from[0]:
+        if self._timed_from is None or self.completed == self._timed_from[0]:
             return None
-        return (time.monotonic() - self._timed_from[1]) / (self.done - self._timed_from[0])
+        return (time.monotonic() - self._timed_from[1]) / (self.completed - self._timed_from[0])
 
     @property
     def speed(self) -> str:
@@ -45,14 +45,14 @@ class Meter:
     @property
     def remaining(self) -> str:
         """The time until the last step in words; "" before the second step ends."""
-        return f"ETA {clock(pace * (self.steps - self.done))}" if (pace := self._pace) else ""
+        return f"ETA {clock(pace * (self.steps - self.completed))}" if (pace := self._pace) else ""
 
     def line(self, whole: str = "") -> str:
         """The run in one line, and `whole`: what it does before the first step ends, how far and fast it is after."""
         if self.loss is None:
             return f"{self.name}: {self.status} ({clock(time.monotonic() - self.started)})"
         parts = (
-            f"{self.name}: step {self.done}/{self.steps}",
+            f"{self.name}: step {self.completed}/{self.steps}",
             f"loss {self.loss:.4f}",
             self.speed,
             self.remaining,
@@ -65,7 +65,7 @@ class Overall:
     """How far all runs are: which of them this is, and the time that is left at the mean pace so far."""
 
     def __init__(self, runs: int = 1, steps: int = 0) -> None:
-        self.runs, self.steps, self.run, self.done = runs, runs * steps, 0, 0
+        self.runs, self.steps, self.run, self.completed = runs, runs * steps, 0, 0
         self.started = time.monotonic()
 
     @property
@@ -74,9 +74,9 @@ class Overall:
         return f"run {self.run} of {self.runs}" if self.runs > 1 else ""
 
     def __str__(self) -> str:
-        if not self.part or not self.done:
+        if not self.part or not self.completed:
             return self.part
-        seconds = (time.monotonic() - self.started) / self.done * (self.steps - self.done)
+        seconds = (time.monotonic() - self.started) / self.completed * (self.steps - self.completed)
         return f"{self.part}, all ETA {clock(seconds)}"
 
 
@@ -101,10 +101,10 @@ class PlainProgress(Progress, AbstractContextManager["PlainProgress"]):
     def expect(self, runs: int, steps: int) -> None:
         self._overall = Overall(runs, steps)
 
-    def begin(self, name: str, *, steps: int, done: int, tokens_per_step: int, model: str) -> None:
-        self._meter = Meter(name, steps, done, tokens_per_step)
+    def begin(self, name: str, *, steps: int, completed: int, tokens_per_step: int, model: str) -> None:
+        self._meter = Meter(name, steps, completed, tokens_per_step)
         self._overall.run += 1
-        start = f", from step {done}" if done else ""
+        start = f", from step {completed}" if completed else ""
         part = f"{self._overall.part}: " if self._overall.part else ""
         self._print(f"{part}{name}: {steps} steps of {tokens_per_step:,} tokens, {model}{start}")
 
@@ -116,7 +116,7 @@ class PlainProgress(Progress, AbstractContextManager["PlainProgress"]):
     def step(self, number: int, loss: float) -> None:
         if self._meter is not None:
             self._meter.step(number, loss)
-            self._overall.done += 1
+            self._overall.completed += 1
 
     def end(self) -> None:
         meter, self._meter = self._meter, None
@@ -161,10 +161,10 @@ class LiveProgress(Progress, AbstractContextManager["LiveProgress"]):
         if runs > 1:
             self._whole = self._display.add_task("all runs", total=runs * steps, facts="")
 
-    def begin(self, name: str, *, steps: int, done: int, tokens_per_step: int, model: str) -> None:
-        self._meter = Meter(name, steps, done, tokens_per_step)
+    def begin(self, name: str, *, steps: int, completed: int, tokens_per_step: int, model: str) -> None:
+        self._meter = Meter(name, steps, completed, tokens_per_step)
         self._overall.run += 1
-        self._task = self._display.add_task(f"{name}, {model}", total=steps, completed=done, facts="starting")
+        self._task = self._display.add_task(f"{name}, {model}", total=steps, completed=completed, facts="starting")
 
     def note(self, text: str) -> None:
         if self._meter.name and self._meter.loss is None:
@@ -174,9 +174,9 @@ class LiveProgress(Progress, AbstractContextManager["LiveProgress"]):
 
     def step(self, number: int, loss: float) -> None:
         self._meter.step(number, loss)
-        self._overall.done += 1
+        self._overall.completed += 1
         if self._whole is not None:
-            self._display.update(self._whole, completed=self._overall.done, facts=str(self._overall))
+            self._display.update(self._whole, completed=self._overall.completed, facts=str(self._overall))
         facts = (f"loss {loss:.4f}", self._meter.speed, self._meter.remaining)
         self._display.update(self._task, completed=number, facts="  ".join(filter(None, facts)))
 

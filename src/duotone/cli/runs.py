@@ -119,7 +119,7 @@ def training(
         trainer = _trainer(config_from(typed, saved.meta["config"]), chosen)
         run = Run(chosen.name, chosen, trainer.config.seed)
         run.resume(trainer, path)
-        if note := trainer.config.length_note(saved.meta["config"]["steps"], trainer.done):
+        if note := trainer.config.length_note(saved.meta["config"]["steps"], trainer.completed):
             click.echo(note, err=True)
         yield trainer, run
 

@@ -50,8 +50,8 @@ def train(
         parallel_run.train(context, parallel, folder, chosen, typed, force=force, resume=resume, every=save_every)
         return
     with runs.training(folder, recipe, strict, typed, resume=resume, force=force) as (trainer, run):
-        if trainer.done == trainer.config.steps:
-            click.echo(f"{folder} is at its last step, {trainer.done}: nothing is left to train")
+        if trainer.completed == trainer.config.steps:
+            click.echo(f"{folder} is at its last step, {trainer.completed}: nothing is left to train")
             return
 
         def report() -> None:

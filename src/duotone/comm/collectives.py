@@ -113,12 +113,12 @@ def require_same(names: Sequence[str], device: torch.device, group: str, problem
         return
     text = ", ".join(names).encode()[:SHOWN].ljust(SHOWN)
     shown = all_gather(torch.tensor([list(text)], dtype=torch.uint8, device=device), group).tolist()
-    mine = group_rank(group)
-    other = next((rank for rank, row in enumerate(shown) if row != shown[mine]), mine)
-    ran = [bytes(shown[rank]).decode(errors="replace").strip() for rank in (mine, other)]
+    rank = group_rank(group)
+    other = next((at for at, row in enumerate(shown) if row != shown[rank]), rank)
+    ran = [bytes(shown[at]).decode(errors="replace").strip() for at in (rank, other)]
     differ, remedy = problem
     raise UserError(
-        f"the ranks of group {group!r} {differ}: rank {mine} those of [{ran[0]}], rank {other} those of [{ran[1]}]; "
+        f"the ranks of group {group!r} {differ}: rank {rank} those of [{ran[0]}], rank {other} those of [{ran[1]}]; "
         f"{remedy}"
     )
 

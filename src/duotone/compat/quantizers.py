@@ -37,7 +37,7 @@ ELSEWHERE = {
 def _usage(side: str) -> property:
     return property(
         lambda handle: getattr(handle._usage, side),
-        lambda handle, wanted: handle.set_usage(**{side: wanted}),
+        lambda handle, value: handle.set_usage(**{side: value}),
         doc=f"Whether later calls make the {side} plane. It may be set, like with `set_usage`.",
     )
 

@@ -42,7 +42,7 @@ class Findings:
 
     forwards: dict[nn.Module, MLP | Chain] = field(default_factory=dict)
     norms: dict[nn.Module, tuple[Norm, nn.Module, Groups]] = field(default_factory=dict)
-    left: dict[nn.Module, str] = field(default_factory=dict)
+    refusals: dict[nn.Module, str] = field(default_factory=dict)
 
     def starts_with_linear(self, module: nn.Module) -> bool:
         """Whether a module runs as a pipeline whose first op is a linear."""
@@ -75,9 +75,9 @@ def fuse(model: nn.Module, sample: Tensor | Sequence[object] | Mapping[str, obje
         for path, names in groups:
             if len(names) > 1:
                 pack([parent.get_submodule(path).get_submodule(name) for name in names])
-    for module, reason in findings.left.items():
+    for module, reason in findings.refusals.items():
         module.__dict__[LEFT_ALONE] = reason
-    if not (findings.forwards or findings.norms or findings.left):
+    if not (findings.forwards or findings.norms or findings.refusals):
         warnings.warn(f"fuse found {NOTHING} in {type(model).__name__}, which runs as before", stacklevel=2)
     return model
 
@@ -124,7 +124,7 @@ def _find(model: nn.Module, samples: Mapping[nn.Module, Tensor]) -> Findings:
         if pattern is not None:
             findings.forwards[module] = pattern
         elif reason:
-            findings.left[module] = reason
+            findings.refusals[module] = reason
 
     for parent in model.modules():
         in_chain = parent in findings.forwards and not isinstance(findings.forwards[parent], MLP)
@@ -142,19 +142,19 @@ def _find_norm(parent: nn.Module, name: str, module: nn.Module, findings: Findin
     try:
         norm = norm_of(module, plain_class(module))
     except NoMatch as error:
-        findings.left[module] = str(error)
+        findings.refusals[module] = str(error)
         return
     if norm is None:
         return
     foreign = {p: m for p, m in modules.items() if not is_linear(m) and not findings.starts_with_linear(m)}
     if others:
-        findings.left[module] = f"its output is also read by `{others[0]}`"
+        findings.refusals[module] = f"its output is also read by `{others[0]}`"
     elif foreign:
         path, reader = next(iter(foreign.items()))
-        findings.left[module] = f"its output is read by {path}, a {class_name(reader)}"
-    elif module in findings.norms or module in findings.left:
+        findings.refusals[module] = f"its output is read by {path}, a {class_name(reader)}"
+    elif module in findings.norms or module in findings.refusals:
         findings.norms.pop(module, None)
-        findings.left[module] = "several modules call it"
+        findings.refusals[module] = "several modules call it"
     else:
         findings.norms[module] = norm, parent, tuple(_groups(modules, paths))
 

@@ -101,11 +101,11 @@ def load(
     """
     entries, stored = _matching(Path(path), model, group)
     ranks = len({key.split(".")[1] for key in stored if key.startswith("ranks.")})
-    mine, together = f"ranks.{_rank(group) % ranks}.", ranks != _world(group)
+    prefix, together = f"ranks.{_rank(group) % ranks}.", ranks != _world(group)
     tensors = {key: entry.empty() for key, entry in entries.items()}
     for key, (size, dtype) in stored.items():
         of_others = together and key.startswith("ranks.") and ".delayed." in key
-        if key.startswith((mine, "extra.", RECIPE)) or of_others:
+        if key.startswith((prefix, "extra.", RECIPE)) or of_others:
             tensors[key] = torch.empty(size, dtype=dtype)
     if optimizer is not None:
         tensors.update(_empty_optimizer(model, optimizer, stored))
@@ -115,7 +115,7 @@ def load(
         raise UserError(f"the checkpoint {path} is damaged: {_first_cause(error)}; load an earlier one") from None
     before, now = bytes(tensors[RECIPE].tolist()).decode() if RECIPE in tensors else "", _recipe_of(model)
     if before in ("", now):
-        load_recipe_state(model, _delayed(tensors, mine, together=together))
+        load_recipe_state(model, _delayed(tensors, prefix, together=together))
     else:
         words = f"was saved under {before} and goes on under {now or 'no recipe'}; delayed scales start anew"
         warnings.warn(f"the checkpoint {path} {words}", stacklevel=2)
@@ -124,10 +124,10 @@ def load(
     for key, entry in entries.items():
         entry.write(tensors[key])
     end_writes(model)
-    load_rng_state(model, _below(tensors, f"{mine}seeds."))
-    torch.set_rng_state(tensors[f"{mine}generator"].cpu())  # a default device may be set
-    if torch.cuda.is_available() and f"{mine}cuda_generator" in tensors:
-        torch.cuda.set_rng_state(tensors[f"{mine}cuda_generator"].cpu())
+    load_rng_state(model, _below(tensors, f"{prefix}seeds."))
+    torch.set_rng_state(tensors[f"{prefix}generator"].cpu())  # a default device may be set
+    if torch.cuda.is_available() and f"{prefix}cuda_generator" in tensors:
+        torch.cuda.set_rng_state(tensors[f"{prefix}cuda_generator"].cpu())
     return _below(tensors, "extra.")
 
 
@@ -151,14 +151,14 @@ def _tensors(
         entries |= optimizer_entries(model, optimizer)
     tensors = {key: entry.saved() for key, entry in entries.items()}
     tensors |= {f"extra.{key}": as_tensor(value) for key, value in (extra or {}).items()}
-    mine = f"ranks.{_rank(group)}"
-    tensors |= {f"{mine}.seeds.{key}": seed for key, seed in rng_state(model).items()}
-    tensors |= {f"{mine}.delayed.{key}": value for key, value in recipe_state(model).items()}
+    prefix = f"ranks.{_rank(group)}"
+    tensors |= {f"{prefix}.seeds.{key}": seed for key, seed in rng_state(model).items()}
+    tensors |= {f"{prefix}.delayed.{key}": value for key, value in recipe_state(model).items()}
     if recipe := _recipe_of(model):
         tensors[RECIPE] = torch.frombuffer(bytearray(recipe.encode()), dtype=torch.uint8)
-    tensors[f"{mine}.generator"] = torch.get_rng_state()
+    tensors[f"{prefix}.generator"] = torch.get_rng_state()
     if torch.cuda.is_available():
-        tensors[f"{mine}.cuda_generator"] = torch.cuda.get_rng_state()
+        tensors[f"{prefix}.cuda_generator"] = torch.cuda.get_rng_state()
     return tensors
 
 
@@ -174,9 +174,9 @@ def _matching(
         stored, entries = _stored(path), model_entries(model, recipe_state(model))
     except UserError as error:
         problem = str(error)
-    known = set[str]().union(*_from_all(set(entries), group))
-    known |= derived_keys(known)  # which older checkpoints hold, too
-    unread = {key for key in stored if key.startswith("model.")} - known
+    expected = set[str]().union(*_from_all(set(entries), group))
+    expected |= derived_keys(expected)  # which older checkpoints hold, too
+    unread = {key for key in stored if key.startswith("model.")} - expected
     try:
         _require_alike(path, entries, stored, sorted(unread))
     except UserError as error:
@@ -231,9 +231,9 @@ def _require_alike(
             raise UserError(f"the checkpoint {path} has {key} as {words[0]}, and this run as {words[1]}; {remedy}")
 
 
-def _delayed(tensors: Mapping[str, Tensor], mine: str, *, together: bool) -> dict[str, Tensor]:
+def _delayed(tensors: Mapping[str, Tensor], prefix: str, *, together: bool) -> dict[str, Tensor]:
     """The delayed states of this rank or, for another number of ranks, those that suit all of what they met."""
-    states = _below(tensors, f"{mine}delayed.")
+    states = _below(tensors, f"{prefix}delayed.")
     if not together:
         return states
     for key in states:

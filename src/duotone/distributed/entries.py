@@ -15,6 +15,7 @@ from duotone.errors import UserError
 from duotone.optim.moments import laid_like, ranks_across
 from duotone.planned.planned import Planned
 from duotone.tensor import Plane, QuantizedTensor
+from duotone.tensor.fsdp import shard_of
 from duotone.tensor.plane import sharded_parts
 
 Cut = tuple[DeviceMesh, Sequence[Placement]]
@@ -46,15 +47,10 @@ class Entry:
     @torch.no_grad()
     def write(self, loaded: Tensor) -> None:
         """Copy what a load filled into `live`."""
-        self.live.copy_(local(loaded) if self.cut is not None else loaded)
+        self.live.copy_(shard_of(loaded) if self.cut is not None else loaded)
 
     def _whole(self, x: Tensor) -> Tensor:
         return x if self.cut is None else DTensor.from_local(x, *self.cut, run_check=False)
-
-
-def local(x: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
-    return x._local_tensor if isinstance(x, DTensor) else x
 
 
 def clean(name: str) -> str:
@@ -78,15 +74,15 @@ def model_entries(model: nn.Module, leave_out: Iterable[str]) -> dict[str, Entry
     for name, value in model.state_dict(keep_vars=True).items():
         if name in leave_out or not isinstance(value, Tensor):
             continue
-        mine = local(value)
-        if isinstance(mine, QuantizedTensor):
+        shard = shard_of(value)
+        if isinstance(shard, QuantizedTensor):
             cut = (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
             if cut is not None and [each for each in cut[1] if not each.is_replicate()] not in ([], [Shard(0)]):
                 raise UserError(
                     f"{name} is quantized and lies as {cut[1]}, which a checkpoint cannot place; save what "
                     "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) gives"
                 )
-            entries.update(_plane_entries(f"model.{clean(name)}", mine, cut))
+            entries.update(_plane_entries(f"model.{clean(name)}", shard, cut))
         else:
             entries[f"model.{clean(name)}"] = Entry(value)
     return entries
@@ -116,14 +112,14 @@ def derived_keys(keys: Set[str]) -> set[str]:
 def end_writes(model: nn.Module) -> None:
     """Derive the planes that entries leave out, and count a write of every quantized parameter, as `copy_` does."""
     for parameter in model.parameters():
-        mine = local(parameter)
-        if isinstance(mine, QuantizedTensor):
-            row, col = mine.planes
-            if mine.derives_columnwise and not mine.planes.aliased and row is not None and col is not None:
+        shard = shard_of(parameter)
+        if isinstance(shard, QuantizedTensor):
+            row, col = shard.planes
+            if shard.derives_columnwise and not shard.planes.aliased and row is not None and col is not None:
                 derived = row.transposed()
                 assert derived is not None
                 col.copy_(derived)
-            torch.autograd.graph.increment_version(mine)
+            torch.autograd.graph.increment_version(shard)
 
 
 def named_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
@@ -171,14 +167,14 @@ def _cut_of(value: object, parameter: Tensor) -> Cut | None:
     """How the state of a sharded parameter lies over the ranks, if it is a plain tensor with the shape of the shard."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return None
-    return (parameter.device_mesh, parameter.placements) if value.shape == local(parameter).shape else None
+    return (parameter.device_mesh, parameter.placements) if value.shape == shard_of(parameter).shape else None
 
 
 def empty_state(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
     """What a load fills with one tensor of the state of a parameter. The last dimensions of both may differ."""
     is_alike = size == parameter.shape or (0 < len(size) == parameter.dim() and size[:-1] == parameter.shape[:-1])
     if isinstance(parameter, DTensor) and is_alike:
-        mine, ranks = local(parameter).shape, ranks_across(parameter)
-        shape = mine if size == parameter.shape else (*mine[:-1], size[-1] // ranks)
+        local, ranks = shard_of(parameter).shape, ranks_across(parameter)
+        shape = local if size == parameter.shape else (*local[:-1], size[-1] // ranks)
         return laid_like(parameter, torch.empty(shape, dtype=dtype, device=parameter.device))
     return torch.empty(size, dtype=dtype, device=parameter.device if size == parameter.shape else "cpu")

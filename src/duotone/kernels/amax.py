@@ -27,7 +27,7 @@ LEAST_PROGRAMS = 1024
 
 
 @triton.jit
-def known(value):
+def nan_to_zero(value):
     """`value`, and 0 for NaN: tl.max drops NaN unless there is nothing else."""
     return tl.where(value == value, value, 0.0)
 
@@ -35,7 +35,7 @@ def known(value):
 @triton.jit
 def record(live, below):
     """Enlarge `live` to the amax of a tile; most tiles find a larger one there and leave the address alone."""
-    largest = known(tl.max(tl.max(below, axis=1), axis=0)).to(tl.int32, bitcast=True)
+    largest = nan_to_zero(tl.max(tl.max(below, axis=1), axis=0)).to(tl.int32, bitcast=True)
     tl.atomic_max(live, largest, mask=largest > tl.load(live), sem="relaxed")
 
 
@@ -94,7 +94,7 @@ def amaxes_kernel(first, table, largest, WALKS: tl.constexpr, CHUNK: tl.constexp
         start = whole * CHUNK
         rest = tl.load(x + start + i, mask=start + i < N, other=0.0).to(tl.float32)
         below = larger(below, tl.abs(rest), False)
-    bits = known(tl.max(below, axis=0)).to(tl.int32, bitcast=True)
+    bits = nan_to_zero(tl.max(below, axis=0)).to(tl.int32, bitcast=True)
     tl.atomic_max(largest + matrix, bits, sem="relaxed")
 
 
@@ -135,7 +135,7 @@ def line_amax_kernel(x, rows, cols, M, K, TM: tl.constexpr, TK: tl.constexpr, SP
         value = tl.load(x + start + ((j + im)[:, None] * K + k[None, :]), mask=inside, other=0.0)
         value = tl.abs(value.to(tl.float32))
         below = larger(below, value, NAN)
-        of_rows = known(amax_along(value, 1, NAN))
+        of_rows = nan_to_zero(amax_along(value, 1, NAN))
         tl.atomic_max(rows + m, of_rows.to(tl.int32, bitcast=True), mask=m < M, sem="relaxed")
     of_cols = amax_along(below, 0, NAN).to(tl.int32, bitcast=True)
     tl.atomic_max(cols + k, of_cols, mask=k < K, sem="relaxed")

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from duotone.kernels.activations import affine, wide
-from duotone.kernels.amax import known
+from duotone.kernels.amax import nan_to_zero
 from duotone.kernels.launch import Launch, kernel
 
 SUMS = 264 * 4096
@@ -41,7 +41,7 @@ def norm_kernel(x, gamma, beta, y, mean, rstd, live, K, eps, TK: tl.constexpr):
         if y is not None:
             tl.store(y + row * K + k, result, mask=inside)
         if live is not None:  # most rows find a larger one there
-            largest = known(tl.max(tl.abs(result.to(tl.float32)), axis=0)).to(tl.int32, bitcast=True)
+            largest = nan_to_zero(tl.max(tl.abs(result.to(tl.float32)), axis=0)).to(tl.int32, bitcast=True)
             tl.atomic_max(live, largest, mask=largest > tl.load(live), sem="relaxed")
 
 
@@ -183,10 +183,10 @@ def backward(
     `added`, likewise, is added to the gradient of x.
     """
     m, k = x.shape
-    wants_dx, *wanted = needs
-    dx = torch.empty_like(x) if wants_dx else None
+    needs_dx, *needs_sums = needs
+    dx = torch.empty_like(x) if needs_dx else None
     columns, warps = _width(k)
-    count, programs = sum(wanted), min(m, SUMS // columns)
+    count, programs = sum(needs_sums), min(m, SUMS // columns)
     partial = torch.empty((count, programs, k), dtype=torch.float32, device=x.device) if count else None
     stages = 1 + max(1, IN_FLIGHT // ((2 if added is None else 3) * k * x.element_size()))
     present = gamma is not None, mean is not None, added is not None
@@ -197,7 +197,7 @@ def backward(
     out = torch.empty((count, k), dtype=x.dtype, device=x.device)
     _FOLD(count * -(-k // FOLD[1]), (out, partial), (programs, k))
     sums = iter(out.unbind())
-    dgamma, dbeta = (next(sums) if want else None for want in wanted)
+    dgamma, dbeta = (next(sums) if need else None for need in needs_sums)
     return dx, dgamma, dbeta
 
 

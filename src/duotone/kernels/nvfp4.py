@@ -258,7 +258,7 @@ class Cast:
         specs = [spec for spec in (row, col) if spec is not None]
         self.is_random = any(spec.random for spec in specs)
         self.needs_lines = any(spec.per_line for spec in specs)
-        self.wanted = (
+        self.needs_amaxes = (
             any(not (spec.rotated or spec.per_line) for spec in specs),
             row is not None and row.rotated,
             col is not None and col.rotated,
@@ -305,16 +305,16 @@ class Cast:
         """How many partial amaxes there are, and those of each plane; or the bits of the amaxes of its lines."""
         m, k = x.shape
         lines = line_amax(x, self.propagate) if self.needs_lines else (None, None)
-        plain, row, col = self.wanted
+        plain, row, col = self.needs_amaxes
         count, partial = 0, (None, None, None)
         if row or col:
             tm, tk, _ = AMAX_TILE
             count = min(-(-m // tm) * -(-k // tk), PARTIALS)
             each = torch.empty((3, PARTIALS), dtype=torch.float32, device=x.device)
             partial = tuple(
-                [part[:count] if want else None for part, want in zip(each.unbind(), self.wanted, strict=True)]
+                [part[:count] if need else None for part, need in zip(each.unbind(), self.needs_amaxes, strict=True)]
             )
-            _amax(*self.wanted, not (m % tm or k % tk), k % 16 == 8, self.propagate)(count, (x, *partial), (m, k))
+            _amax(*self.needs_amaxes, not (m % tm or k % tk), k % 16 == 8, self.propagate)(count, (x, *partial), (m, k))
         elif plain:
             amax = tensor_amax(x, self.propagate)
             count, partial = amax.numel(), (amax, None, None)

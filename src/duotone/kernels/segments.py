@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from duotone.kernels.activations import wide
-from duotone.kernels.amax import known, record
+from duotone.kernels.amax import nan_to_zero, record
 from duotone.kernels.elements import codes_of
 from duotone.kernels.launch import kernel
 from duotone.kernels.scaling import encode_scale, given_scale, marked_four, stored_scale
@@ -109,7 +109,7 @@ def segment_lines_kernel(
         inside = (m[:, None] < rows) & (k[None, :] < K)
         value = tl.abs(wide(here, (j + im)[:, None] * K + k[None, :], inside))
         below = tl.maximum(below, value)  # which drops NaN
-        bits = known(tl.max(value, axis=1)).to(tl.int32, bitcast=True)
+        bits = nan_to_zero(tl.max(value, axis=1)).to(tl.int32, bitcast=True)
         tl.atomic_max(rows_out + first + m, bits, mask=m < rows, sem="relaxed")
     bits = tl.max(below, axis=0).to(tl.int32, bitcast=True)
     tl.atomic_max(cols_out + e.to(tl.int64) * K + k, bits, mask=k < K, sem="relaxed")

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from duotone.kernels.amax import known
+from duotone.kernels.amax import nan_to_zero
 from duotone.kernels.scaling import encode_scale, given_scale, stored_scale
 
 ABSENT, OUTSIDE, TENSOR, LINE, BLOCK = (tl.constexpr(i) for i in range(5))
@@ -22,7 +22,7 @@ def _largest(magnitude, R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, TK: t
         result = tl.max(magnitude, axis=0)[None, :]
     else:
         result = tl.max(tl.max(tl.reshape(magnitude, [H // R, R, TK // C, C]), axis=3), axis=1)
-    return known(result)
+    return nan_to_zero(result)
 
 
 @triton.jit

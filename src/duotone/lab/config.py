@@ -32,14 +32,15 @@ class TrainConfig:
         along = (step - warmup) / max(1, self.steps - warmup)
         return self.preset.learning_rate * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * along)))
 
-    def length_note(self, steps: int, done: int) -> str:
-        """What it means that the `done` steps behind were those of a run of `steps`; "" where it means nothing."""
+    def length_note(self, steps: int, completed: int) -> str:
+        """What it means that the `completed` steps were those of a run of `steps`; "" where it means nothing."""
         before = replace(self, steps=steps)
-        if all(before.learning_rate(step) == self.learning_rate(step) for step in range(done)):
+        if all(before.learning_rate(step) == self.learning_rate(step) for step in range(completed)):
             return ""
         return (
-            f"steps 1 to {done} had the learning rates of a run of {steps} steps, and from step {done + 1} on they are "
-            f"those of a run of {self.steps}: the result is not that of one uninterrupted run of {self.steps}"
+            f"steps 1 to {completed} had the learning rates of a run of {steps} steps, and from step {completed + 1} "
+            f"on they are those of a run of {self.steps}: the result is not that of one uninterrupted run of "
+            f"{self.steps}"
         )
 
     def to_dict(self) -> dict[str, object]:

@@ -92,13 +92,13 @@ def merged(first: Document, second: Document, label: str, *, command: str) -> Do
     if not first["runs"] or not second["runs"]:
         raise UserError("one of the two results has no run: give two that have")
     name = next((entry["name"] for entry in first["runs"] if entry["is_reference"]), first["runs"][0]["name"])
-    mine: list[RunEntry] = [{**entry, "is_reference": entry["name"] == name} for entry in first["runs"]]
-    theirs: list[RunEntry] = [
+    runs_of_first: list[RunEntry] = [{**entry, "is_reference": entry["name"] == name} for entry in first["runs"]]
+    runs_of_second: list[RunEntry] = [
         {**entry, "name": f"{entry['name']} ({label})", "is_reference": False}
         for entry in second["runs"]
         if not entry["is_noise"]
     ]
-    results: list[Document] = [{**first, "runs": mine}, {**second, "runs": theirs}]
+    results: list[Document] = [{**first, "runs": runs_of_first}, {**second, "runs": runs_of_second}]
     runs = [run for result in results for run in runs_of(result)]
     failed = {run.name for run in runs if run.error}
     seeds = [{run.seed for run in runs if run.name == name} for name in {run.name for run in runs} - failed]

@@ -63,7 +63,7 @@ class Forecast:
     gathered: float = 0.0
     exchanged: float = 0.0
     reduced: float = 0.0
-    seen: set[int] = field(default_factory=set[int])
+    counted: set[int] = field(default_factory=set[int])
 
     def __str__(self) -> str:
         parts = {name: getattr(self, name) / 2**20 for name in ("state", "gathered", "exchanged", "reduced")}
@@ -75,9 +75,9 @@ class Forecast:
 
     def parameter(self, p: nn.Parameter, ranks: int, cut: int, gathers: Sequence[float]) -> None:
         """Add a parameter over `ranks` of FSDP2, each with 1/`cut` of it. `gathers`: bytes of an element in each."""
-        if id(p) in self.seen:
+        if id(p) in self.counted:
             return
-        self.seen.add(id(p))
+        self.counted.add(id(p))
         elements = p.numel() / cut
         self.state += STATE * FP32 * elements / ranks
         if ranks > 1:

@@ -140,8 +140,8 @@ class Journal(Tap):
                     self._broken.append((step, module, (role, plane), x))
                 case _:
                     raise ValueError(name)
-        for told in (self.rows, self.drift, self.spreads, self.operands, self.origin):
-            told()
+        for table_of in (self.rows, self.drift, self.spreads, self.operands, self.origin):
+            table_of()
 
     def products(self) -> list[ProductEntry]:
         """The error of each GEMM of the last step whose operands were encoded once, exact ones left out."""

@@ -40,8 +40,8 @@ class Progress:
     def expect(self, runs: int, steps: int) -> None:
         """`runs` runs follow, each of `steps` steps."""
 
-    def begin(self, name: str, *, steps: int, done: int, tokens_per_step: int, model: str) -> None:
-        """A run called `name` starts to train `model`; `done` of its `steps` lie behind it."""
+    def begin(self, name: str, *, steps: int, completed: int, tokens_per_step: int, model: str) -> None:
+        """A run called `name` starts to train `model`, after `completed` of its `steps`."""
 
     def note(self, text: str) -> None:
         """Something worth a line: what the run does now, or what went wrong without ending it."""
@@ -156,7 +156,7 @@ def train(
     progress.begin(
         run.label or run.name,
         steps=trainer.config.steps,
-        done=trainer.done,
+        completed=trainer.completed,
         tokens_per_step=trainer.config.preset.tokens_per_step,
         model=trainer.config.model,
     )
@@ -167,7 +167,7 @@ def train(
     if run.stopped and not run.abandoned:
         _heldout(trainer, run)
     ranks = [] if run.abandoned else trainer.ranks()
-    reports = [EventEntry(step=trainer.done, text=line) for line in ranks]
+    reports = [EventEntry(step=trainer.completed, text=line) for line in ranks]
     run.observed["events"] = [*run.observed.get("events", ()), *reports]
 
 
@@ -178,15 +178,15 @@ def _steps(
     progress: Progress,
     should_stop: Callable[[], bool],
 ) -> None:
-    steps, first = trainer.config.steps, trainer.done
+    steps, first = trainer.config.steps, trainer.completed
     heldout, sampled = points(steps, HELDOUT_POINTS), points(steps, SAMPLES if run.is_observed else 0)
     measured = min(first + 2, steps) if run.is_observed and run.memory is None else None
     store, broken = run.journal, None
     store.last = max(sampled, default=0)
     if first < steps:
         progress.note(_first_step(run))
-    while trainer.done < steps and run.error is None and not run.stopped:
-        number, recipe = trainer.done + 1, trainer.recipe
+    while trainer.completed < steps and run.error is None and not run.stopped:
+        number, recipe = trainer.completed + 1, trainer.recipe
         store.step = number
         start = time.perf_counter()
         try:
@@ -232,7 +232,7 @@ def _events(trainer: Trainer, sampled: Journal, broken: Journal | None) -> list[
     events: list[EventEntry] = [
         {"step": int(phase.start) + 1, "text": f"the schedule switches to {phase.recipe.name}"}
         for phase in trainer.schedule.phases[1:]
-        if phase.start < trainer.done
+        if phase.start < trainer.completed
     ]
     first = sampled.origin() or (broken and broken.origin())
     if first is not None:
@@ -246,7 +246,7 @@ def _ledger(trainer: Trainer) -> list[ModuleEntry]:
     """What each module holds in a step of the last recipe; none where a model cannot be watched."""
 
     def step() -> Tensor:
-        with duotone.autocast(recipe=trainer.schedule.at(max(0, trainer.done - 1))):
+        with duotone.autocast(recipe=trainer.schedule.at(max(0, trainer.completed - 1))):
             return trainer.loss(0)
 
     try:
@@ -279,13 +279,13 @@ def _measured_step(trainer: Trainer, run: Run) -> float:
 
 
 def _heldout(trainer: Trainer, run: Run) -> None:
-    run.heldout_loss.append(_point(trainer.done, trainer.heldout_loss()))
+    run.heldout_loss.append(_point(trainer.completed, trainer.heldout_loss()))
 
 
 def _save(trainer: Trainer, run: Run, saving: Saving | None, progress: Progress) -> None:
     """Save where this step asks for it; only a save that ends the run may fail it."""
-    is_over = trainer.done == trainer.config.steps
-    if saving is None or not (run.stopped or is_over or trainer.done % saving.every == 0):
+    is_over = trainer.completed == trainer.config.steps
+    if saving is None or not (run.stopped or is_over or trainer.completed % saving.every == 0):
         return
     if is_over and not saving.keeps_last:
         return

@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 import duotone
 from duotone import distributed
-from duotone.distributed.entries import local
 from duotone.errors import UserError
 from duotone.lab import checkpoint
 from duotone.lab.comparison import planned
@@ -36,6 +35,7 @@ from duotone.observe.storages import total_bytes
 from duotone.observe.wire import Wire
 from duotone.planned.planned import Planned
 from duotone.recipes import Recipe, Schedule
+from duotone.tensor.fsdp import shard_of
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -99,7 +99,7 @@ class ShardedAdamW:
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """One update. Gradients of experts hold the tokens of all ranks already; those of their router are added up."""
-        gradients = {p: local(p.grad) for p in self.parameters.values() if p.grad is not None}
+        gradients = {p: shard_of(p.grad) for p in self.parameters.values() if p.grad is not None}
         total = torch.zeros((), dtype=torch.float64)
         for parameter, shard in gradients.items():
             is_router = self.mixtures.get(id(parameter))
@@ -120,7 +120,7 @@ class ShardedAdamW:
     def state(self) -> dict[str, Tensor]:
         """What a rank holds, by parameter and name."""
         return {
-            f"{key}/{name}": local(value)
+            f"{key}/{name}": shard_of(value)
             for name, parameter in self.parameters.items()
             for key, value in self.adamw.state.get(parameter, {}).items()
         }
@@ -195,8 +195,8 @@ class ParallelTrainer(Trainer):
             part.load_state_dict(whole.state_dict())
             model.set_submodule(name, part)
 
-    def loss(self, done: int) -> Tensor:
-        tokens, targets = (each.chunk(self.parts)[self.part].to(self.device) for each in self.batch(done))
+    def loss(self, completed: int) -> Tensor:
+        tokens, targets = (each.chunk(self.parts)[self.part].to(self.device) for each in self.batch(completed))
         return self.model(tokens, targets)
 
     def mean(self, loss: Tensor) -> float:
@@ -206,7 +206,7 @@ class ParallelTrainer(Trainer):
         return everywhere.item() / dist.get_world_size()
 
     def step(self, recipe: Recipe | None = None, forward: AbstractContextManager[None] | None = None) -> float:
-        if self.wire is not None or self.done == self.first:
+        if self.wire is not None or self.completed == self.first:
             return super().step(recipe, forward)
         with Wire() as self.wire:
             return super().step(recipe, forward)
@@ -217,8 +217,8 @@ class ParallelTrainer(Trainer):
     def save(self, folder: Path, history: Mapping[str, object], observed: Mapping[str, Tensor] = NOTHING) -> None:
         """A checkpoint of all ranks, which observe nothing. The newest three stay."""
         meta = torch.frombuffer(bytearray(json.dumps({**self.meta(), "history": history}).encode()), dtype=torch.uint8)
-        extra = {"step": torch.tensor(self.done), "meta": meta}
-        distributed.save(folder / f"step-{self.done:08d}", self.model, self.optimizer.adamw, extra)
+        extra = {"step": torch.tensor(self.completed), "meta": meta}
+        distributed.save(folder / f"step-{self.completed:08d}", self.model, self.optimizer.adamw, extra)
         if dist.get_rank() == 0:
             for old in checkpoint.steps(folder)[: -checkpoint.MOST]:
                 shutil.rmtree(old)
@@ -233,7 +233,7 @@ class ParallelTrainer(Trainer):
         current = json.loads(json.dumps(self.meta()))
         if key := next((key for key in current if meta.get(key) != current[key]), ""):
             raise UserError(f"the checkpoint {path} has another {key}: resume with the options that it was made with")
-        self.done = self.first = int(extra["step"])
+        self.completed = self.first = int(extra["step"])
         return meta["history"], {}
 
     def ranks(self) -> list[str]:
@@ -241,7 +241,7 @@ class ParallelTrainer(Trainer):
         if self.device.type == "cuda":
             size, kind = torch.cuda.max_memory_allocated(), "peak memory"
         else:
-            shards = [*map(local, self.model.parameters()), *self.optimizer.state().values()]
+            shards = [*map(shard_of, self.model.parameters()), *self.optimizer.state().values()]
             size, kind = total_bytes(shards), "parameters and optimizer"
         wire = self.wire or Wire()
         text = f"{size / 2**20:.1f} MiB of {kind}" + "".join(

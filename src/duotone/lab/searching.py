@@ -70,7 +70,7 @@ class Search:
         progress.begin(
             "effects of single GEMMs",
             steps=total,
-            done=len(self.effects),
+            completed=len(self.effects),
             tokens_per_step=self.config.preset.tokens_per_step,
             model=self.config.model,
         )

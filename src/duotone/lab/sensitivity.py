@@ -48,12 +48,12 @@ class Step:
 
 def effects(trainer: Trainer, options: Options, measured: Sequence[Effect]) -> Iterator[tuple[Effect, float]]:
     """The effect of each option that is not in `measured`, at the weights of the trainer, and the loss under it."""
-    seen = {(effect.module, effect.gemm, effect.recipe) for effect in measured}
+    finished = {(effect.module, effect.gemm, effect.recipe) for effect in measured}
     exact: dict[str, Step] = {}
     for gemm, choices in options.items():
         module = gemm[0]
         for option in choices:
-            if (*gemm, option.recipe) in seen:
+            if (*gemm, option.recipe) in finished:
                 continue
             if module not in exact:
                 exact = {module: _step(trainer, HighPrecision(), module)}
@@ -88,7 +88,7 @@ def _step(trainer: Trainer, recipe: Recipe, module: str) -> Step:
     """A forward and backward under `recipe` on the batch of the next step, which leaves no trace."""
     model, step, seeds = trainer.model, Step(), duotone.rng_state(trainer.model)
     with _watched(trainer, module, step), duotone.autocast(recipe=recipe):
-        loss = trainer.loss(trainer.done)
+        loss = trainer.loss(trainer.completed)
     loss.backward()
     step.loss = loss.item()
     for name, parameter in model.named_parameters():

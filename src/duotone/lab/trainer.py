@@ -31,7 +31,7 @@ class Trainer:
 
     On a CPU the same arguments give the same bits, step by step. On CUDA torch's attention adds gradients in no
     fixed order when the context is long, so runs of such a preset agree closely, not to the bit.
-    `perturbation` is relative noise on the initial weights. `done` counts the steps taken.
+    `perturbation` is relative noise on the initial weights. `completed` counts the steps.
     """
 
     group: object = None
@@ -49,7 +49,7 @@ class Trainer:
         self.device = torch.device(config.device)
         built = models.build(config.model, config.preset, config.seed, perturbation=perturbation).to(self.device)
         self.set_up(built)
-        self.done = 0
+        self.completed = 0
 
     def set_up(self, built: nn.Module) -> None:
         """The model and its optimizer, from an fp32 model on the device."""
@@ -73,7 +73,7 @@ class Trainer:
     @property
     def recipe(self) -> Recipe:
         """The recipe of the next step."""
-        return self.schedule.at(self.done)
+        return self.schedule.at(self.completed)
 
     def step(self, recipe: Recipe | None = None, forward: AbstractContextManager[None] | None = None) -> float:
         """One step, under `recipe` where given, its forward inside the context `forward`; gives the loss.
@@ -81,28 +81,28 @@ class Trainer:
         A loss that is not finite leaves the weights as they are.
         """
         with forward or nullcontext(), duotone.autocast(recipe=recipe or self.recipe, amax_reduction_group=self.group):
-            loss = self.loss(self.done)
+            loss = self.loss(self.completed)
         value = self.mean(loss)
         if math.isfinite(value):
             loss.backward()
-            self.optimizer.step(self.config.learning_rate(self.done))
-        self.done += 1
+            self.optimizer.step(self.config.learning_rate(self.completed))
+        self.completed += 1
         return value
 
     @torch.no_grad()
     def look_again(self, recipe: Recipe) -> None:
         """Run the forward of the newest step once more, to see what its operands were."""
         with duotone.autocast(recipe=recipe):
-            self.loss(self.done - 1)
+            self.loss(self.completed - 1)
 
-    def batch(self, done: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of the step after `done` others."""
+    def batch(self, completed: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of the step after `completed` others."""
         preset = self.config.preset
-        return self.corpus.batch(self.config.seed, done, count=preset.batch, context=preset.model.context)
+        return self.corpus.batch(self.config.seed, completed, count=preset.batch, context=preset.model.context)
 
-    def loss(self, done: int) -> Tensor:
-        """The loss of the step after `done` others, as a tensor with a gradient."""
-        tokens, targets = self.batch(done)
+    def loss(self, completed: int) -> Tensor:
+        """The loss of the step after `completed` others, as a tensor with a gradient."""
+        tokens, targets = self.batch(completed)
         return self.model(tokens.to(self.device), targets.to(self.device))
 
     def mean(self, loss: Tensor) -> float:
@@ -144,7 +144,7 @@ class Trainer:
         preset = self.config.preset
         batches = self.corpus.heldout_batches(preset.heldout_batches, count=preset.batch, context=preset.model.context)
         seeds = duotone.rng_state(self.model)
-        with duotone.autocast(recipe=self.schedule.at(max(0, self.done - 1))):
+        with duotone.autocast(recipe=self.schedule.at(max(0, self.completed - 1))):
             losses = [self.model(tokens.to(self.device), targets.to(self.device)) for tokens, targets in batches]
         duotone.load_rng_state(self.model, seeds)
         return torch.stack(losses).mean().item()
@@ -153,7 +153,7 @@ class Trainer:
         """All that the next step depends on, and the `history` of the run so far (JSON-ready)."""
         tensors, aliases = checkpoint.unique_state(self.model)
         training = {**self.optimizer.state(), **self._random_state()}
-        return Checkpoint(self.done, tensors, aliases, training, {**self.meta(), "history": history})
+        return Checkpoint(self.completed, tensors, aliases, training, {**self.meta(), "history": history})
 
     def meta(self) -> dict[str, object]:
         """What a checkpoint says of its run, JSON-ready."""
@@ -179,7 +179,7 @@ class Trainer:
         seeds = {name: seed for name, seed in saved.training.items() if name.startswith(SEEDS)}
         duotone.load_rng_state(self.model, {name.removeprefix(SEEDS): seed for name, seed in seeds.items()})
         torch.set_rng_state(saved.training["torch_rng"])
-        self.done = saved.step
+        self.completed = saved.step
 
     def check(self, saved: Checkpoint, path: Path) -> None:
         """UserError if `restore` cannot take over the state of `saved`."""

@@ -122,7 +122,7 @@ class WeightCache:
         self.owners = owners
         self.stamp: Stamp | None = None
         """The stamp of the weight in the planes."""
-        self.seen: Stamp | None = None
+        self.last_stamp: Stamp | None = None
         """The stamp of the weight in the last call, which may be captured and not run."""
         self.planes = Planes(None, None)
         self.captured: Planes | None = None
@@ -144,7 +144,7 @@ class WeightCache:
         infers = torch.is_inference_mode_enabled()
         with torch.inference_mode(False) if infers else nullcontext(), torch.no_grad():
             planes = quantizer.encode(x, usage, ctx)
-        self.stamp = self.seen = self._stamp_of(x, quantizer)
+        self.stamp = self.last_stamp = self._stamp_of(x, quantizer)
         self.planes = Planes(None, None) if self.stamp is None else planes
         return planes
 
@@ -200,9 +200,9 @@ class WeightCache:
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffers):  # type: ignore[attr-defined]
             planes = QuantizedTensor(self.planes, quantizer, x.shape, x.dtype, device=x.device)
             planes.quantize_(x, noop_flag=noop, ctx=ctx)  # all planes, because the stamp is of all
-        if stamp != self.seen:  # forwards of another weight can have no backward from now on
+        if stamp != self.last_stamp:  # forwards of another weight can have no backward from now on
             increment_version(buffers)
-        self.seen = stamp
+        self.last_stamp = stamp
         if not capturing:
             self.stamp = stamp
         return Planes(row if usage.rowwise else None, col if usage.columnwise else None)

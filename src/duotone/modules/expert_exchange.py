@@ -45,13 +45,13 @@ class Exchange(Rows):
     def of(counts: Tensor, group: str) -> "Exchange":
         """From the rows of each expert of all ranks, int64 (E,). The host waits once for the counts of all ranks."""
         size = group_size(group)
-        theirs = all_to_all(counts.view(size, -1), [1] * size, [1] * size, group)
-        sent, received = torch.stack([counts.view(size, -1), theirs]).tolist()
+        incoming = all_to_all(counts.view(size, -1), [1] * size, [1] * size, group)
+        sent, received = torch.stack([counts.view(size, -1), incoming]).tolist()
         sums = tuple(map(sum, sent)), tuple(map(sum, received))
-        experts = torch.arange(theirs.shape[1], device=counts.device).repeat(size)
-        owners = experts.repeat_interleave(theirs.reshape(-1), output_size=sum(sums[1]))
+        experts = torch.arange(incoming.shape[1], device=counts.device).repeat(size)
+        owners = experts.repeat_interleave(incoming.reshape(-1), output_size=sum(sums[1]))
         rows_of_experts = tuple(map(sum, zip(*received, strict=True)))
-        return Exchange(group, *sums, theirs.sum(0), *by_owner(owners), rows_of_experts)
+        return Exchange(group, *sums, incoming.sum(0), *by_owner(owners), rows_of_experts)
 
     @staticmethod
     def within(capacity: int, counts: Tensor, rows: int, group: str, size: int) -> "Exchange":
@@ -63,10 +63,10 @@ class Exchange(Rows):
         place = at - (ends - of_ranks)[rank]
         places = torch.where(place < capacity, rank * capacity + place, size * capacity)
         stay = counts.cumsum(1).clamp(max=capacity).diff(dim=1, prepend=counts.new_zeros(size, 1))
-        theirs = all_to_all(stay, [1] * size, [1] * size, group)
+        incoming = all_to_all(stay, [1] * size, [1] * size, group)
         slots = torch.arange(capacity, device=counts.device).repeat(size, 1)
-        owners = torch.searchsorted(theirs.cumsum(1), slots, right=True)  # of slots without a row: behind all experts
-        return Exchange(group, equal, equal, theirs.sum(0), *by_owner(owners.flatten()), places=places)
+        owners = torch.searchsorted(incoming.cumsum(1), slots, right=True)  # of slots without a row: behind all experts
+        return Exchange(group, equal, equal, incoming.sum(0), *by_owner(owners.flatten()), places=places)
 
     @property
     def experts(self) -> int:

@@ -118,7 +118,7 @@ class Call:
 class Census:
     """What one forward did. `saved` maps each storage that autograd kept to its owner and size, in order."""
 
-    known: set[int]
+    static: set[int]
     calls: list[Call] = field(default_factory=list)
     saved: dict[int, tuple[str, int]] = field(default_factory=dict)
     output: dict[int, int] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class Census:
         return result
 
     def _begin(self, name: str, tensors: list[Tensor], trained: list[nn.Parameter]) -> Call:
-        counted = self.known.union(self.saved)
+        counted = self.static.union(self.saved)
         inputs = {key: size for key, size in sizes(tensors).items() if key not in counted}
         owed = sum(sizes(t for t in tensors if t.requires_grad).values())
         call = Call(name, trained, inputs, owed, len(self.saved))
@@ -203,7 +203,7 @@ class Census:
     def _note_leaves(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             if tensor.grad_fn is None:
-                new = [s for s in storages(tensor) if s._cdata not in self.known]
+                new = [s for s in storages(tensor) if s._cdata not in self.static]
                 self._leaves.extend(weakref.ref(s) for s in new)
                 if new and tensor.requires_grad and all(reference() is not tensor for reference, _ in self._gradients):
                     self._gradients.append((weakref.ref(tensor), tensor.grad))
@@ -212,7 +212,7 @@ class Census:
     def _pack(self, tensor: Tensor) -> Tensor:
         owner = self._open[-1][0] if self._open else OUTSIDE
         for key, size in sizes([tensor]).items():
-            if key not in self.known:
+            if key not in self.static:
                 self.saved.setdefault(key, (owner, size))
         return tensor
 

@@ -197,7 +197,7 @@ def module_rows(model: nn.Module, step: Step) -> tuple[LedgerRow, ...]:
 @contextmanager
 def _watched(model: nn.Module, step: Step) -> Iterator[tuple[Census, Holdings]]:
     """Run `step` and its backward; gives what was counted and what the model holds then."""
-    census = Census(known=set(holdings(model).sizes))
+    census = Census(static=set(holdings(model).sizes))
     try:
         with as_before(model, device_of(model)):
             _backward(census.run(model, step))

@@ -256,8 +256,8 @@ class WithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: GradientContext, *gradients: Tensor | None) -> Gradients:
-        arrived = any(gradient is not None for gradient in gradients)
-        return None, None, *(ctx.gradients(*gradients) if arrived else (None,) * ctx.count)
+        is_needed = any(gradient is not None for gradient in gradients)
+        return None, None, *(ctx.gradients(*gradients) if is_needed else (None,) * ctx.count)
 
 
 def with_gradient(value: Callable[..., T], gradients: Callable[..., Gradients], *x: Tensor) -> T:

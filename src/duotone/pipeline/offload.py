@@ -34,7 +34,7 @@ class Copy:
             with torch.cuda.stream(self.side):
                 self.returned = torch.empty_like(self.host, device=self.side.device)
                 self.returned.copy_(self.host, non_blocking=True)
-                self.arrived = self.side.record_event()
+                self.arrival = self.side.record_event()
 
     def use(self, ahead: int) -> Tensor:
         """The tensor on the device, for the current stream. Also fetches the `ahead` copies before it."""
@@ -47,7 +47,7 @@ class Copy:
             before = before.before and before.before()
         assert self.returned is not None
         stream = torch.cuda.current_stream(self.returned.device)
-        stream.wait_event(self.arrived)
+        stream.wait_event(self.arrival)
         self.returned.record_stream(stream)
         return self.returned
 

@@ -197,8 +197,8 @@ class GroupedLinear(PlannedGroup, nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         if self.all_gemms:
-            theirs = set(range(self.all_gemms)).difference(range(self.first_gemm, self.first_gemm + self.num_gemms))
-            for kind, i in itertools.product(("weight", "bias"), theirs):
+            others = set(range(self.all_gemms)).difference(range(self.first_gemm, self.first_gemm + self.num_gemms))
+            for kind, i in itertools.product(("weight", "bias"), others):
                 state_dict.pop(f"{prefix}{kind}{i}", None)
             self._rename(state_dict, prefix, self.first_gemm, 0)
         for kind, packed in (("weight", self.single_grouped_weight), ("bias", self.single_grouped_bias)):

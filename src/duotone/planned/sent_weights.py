@@ -248,7 +248,7 @@ def encodes_itself(quantizer: Quantizer) -> bool:
 
 def agree_on_amaxes(weights: Sequence[SentWeight]) -> None:
     """Measure the amaxes of all weights, and let their shards agree on them at once."""
-    asked: list[tuple[SentWeight, Usage]] = []
+    requests: list[tuple[SentWeight, Usage]] = []
     amaxes: list[Tensor] = []
     direct: dict[torch.dtype, list[tuple[SentWeight, Usage]]] = {}
     for weight in weights:
@@ -261,19 +261,19 @@ def agree_on_amaxes(weights: Sequence[SentWeight]) -> None:
             if fmt.is_delayed or (fmt.scales_by_tensor and encodes_itself(weight.weight.quantizer)):
                 direct.setdefault(weight.dtype, []).append((weight, side))
                 continue
-            asked.append((weight, side))
+            requests.append((weight, side))
             amaxes.append(weight.amax(side))
     for dtype, of_dtype in direct.items():  # rounding keeps the order of magnitudes
         measured = torch.cat(amaxes_of([weight.shard.detach() for weight, _ in of_dtype])).to(dtype).to(torch.float32)
-        asked += of_dtype
+        requests += of_dtype
         amaxes += measured.split(1)
     for level in range(2):  # the ranks of FSDP2, then those of `parallelize_module`
-        cuts = [weight.amax_cuts[side][level : level + 1] for weight, side in asked]
-        mine = [at for at, cut in enumerate(cuts) if cut]
-        agreed = agree([cuts[at][0][0] for at in mine], [amaxes[at] for at in mine])
-        for at, amax in zip(mine, agreed, strict=True):
+        cuts = [weight.amax_cuts[side][level : level + 1] for weight, side in requests]
+        places = [at for at, cut in enumerate(cuts) if cut]
+        agreed = agree([cuts[at][0][0] for at in places], [amaxes[at] for at in places])
+        for at, amax in zip(places, agreed, strict=True):
             amaxes[at] = amax
-    for (weight, side), amax in zip(asked, amaxes, strict=True):
+    for (weight, side), amax in zip(requests, amaxes, strict=True):
         weight.amaxes[side] = amax
     for weight in weights:
         row, col = (weight.amaxes[side] if side in weight.slots else None for side in SIDES)

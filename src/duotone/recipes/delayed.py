@@ -100,8 +100,8 @@ def check_requests(quantizers: Mapping[str, Quantizer]) -> None:
         for field in fields(History):
             values = getattr(histories[first], field.name), getattr(other, field.name)
             if values[0] != values[1]:
-                mine, others = map(shown, values)
+                value, other_value = map(shown, values)
                 raise RecipeError(
-                    f"delayed scaling of {first} has {field.name} = {mine} and of {slot} {others}; slots of "
+                    f"delayed scaling of {first} has {field.name} = {value} and of {slot} {other_value}; slots of "
                     "one module share a history: give them the same"
                 )

@@ -209,8 +209,8 @@ class RuleRecipe(Recipe):
         if below is not None:
             raise RecipeError(f"more than {BASES} recipes are each the base of the one before; merge their rules")
         for field in fields(Recipe):
-            theirs, ours = getattr(self.base, field.name), getattr(self, field.name)
-            if theirs not in (field.default, ours) and field.name not in ATTENTION_FIELDS:
+            of_base, of_self = getattr(self.base, field.name), getattr(self, field.name)
+            if of_base not in (field.default, of_self) and field.name not in ATTENTION_FIELDS:
                 remedy = f"and a base gives quantizers alone: set {field.name} in this recipe"
                 raise RecipeError(f"base {self.base.name} has {field.name}, {remedy}")
 

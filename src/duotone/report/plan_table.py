@@ -28,13 +28,13 @@ def observed(plan: Sequence[GemmEntry], statistics: Sequence[PlaneEntry]) -> lis
     rows: list[GemmEntry] = []
     for row in plan:
         sides = [planes.get((row["module"], *side)) for side in PLANES_OF_GEMM.get(row["gemm"] or "", ())]
-        seen = [side for side in sides if side is not None]
-        if len(seen) < 2:
+        present = [side for side in sides if side is not None]
+        if len(present) < 2:
             ran = "not observed"
-        elif [side["format"] for side in seen] == [row["a"], row["b"]]:
-            ran = f"as asked, {min(side['samples'] or 0 for side in seen)} times"
+        elif [side["format"] for side in present] == [row["a"], row["b"]]:
+            ran = f"as asked, {min(side['samples'] or 0 for side in present)} times"
         else:
-            ran = f"NOT as asked: {' x '.join(side['format'] for side in seen)}"
+            ran = f"NOT as asked: {' x '.join(side['format'] for side in present)}"
         rows.append({**row, "ran": ran})
     return rows
 

@@ -162,10 +162,10 @@ def _texts(model: nn.Module, notes: Sequence[Note]) -> dict[str, str]:
 
 def _items(model: nn.Module, weights: Weights, names: StoredNames) -> Iterator[Item]:
     """What is stored, in the order of the state_dict. Tied tensors are stored once, delayed-scaling states never."""
-    seen: set[int] = set()
+    stored: set[int] = set()
     for name, tensor in stored_tensors(model).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
+        if id(tensor) not in stored:
+            stored.add(id(tensor))
             yield weights.get(name) or PlainTensor(name, tensor, names)
 
 

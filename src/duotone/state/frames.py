@@ -46,18 +46,19 @@ class Record:
         self.values: dict[Hashable, list[Any]] = {}
         self.first: int | None = None
         self.run: int | None = None
-        self.taken: dict[Hashable, int] = {}
+        self.positions: dict[Hashable, int] = {}
+        """By key: how many values the newest run has drawn."""
 
     def enter(self, run: int) -> "Record":
         """The record for a run (a backward, by its number). A new run starts from the first values."""
         if run != self.run:
-            self.run, self.taken = run, {}
+            self.run, self.positions = run, {}
             self.first = run if self.first is None else self.first
         return self
 
     def holds(self, key: Hashable) -> bool:
         """Whether the forward drew a value under that key that this run has not taken."""
-        return self.taken.get(key, 0) < len(self.values.get(key, ()))
+        return self.positions.get(key, 0) < len(self.values.get(key, ()))
 
     def take(self, key: Hashable, advances: bool = True) -> Any:
         """The next value. Raises UserError if the recompute draws what its forward did not."""
@@ -66,9 +67,9 @@ class Record:
                 "a recompute inside a backward draws more than its forward did; let the checkpointed function do the "
                 "same both times"
             )
-        at = self.taken.get(key, 0)
+        at = self.positions.get(key, 0)
         if advances:
-            self.taken[key] = at + 1
+            self.positions[key] = at + 1
         return self.values[key][at]
 
     @property

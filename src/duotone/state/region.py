@@ -145,12 +145,12 @@ class Stack(types.ModuleType, Generic[R]):
         regions = (*self.current(), region)
         region.in_capture = is_capturing()
         region.token = self.variable.set(regions)
-        self.starts.entered(region, regions)
+        self.starts.record_entry(region, regions)
 
     def leave(self, region: R) -> None:
         """Close a region, which need not be the innermost."""
         regions = without(self.current(), region)
-        self.starts.left(region)
+        self.starts.record_exit(region)
         region.is_open = False
         if region.token is not None:
             try:

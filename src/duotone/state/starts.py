@@ -44,7 +44,7 @@ class Starts:
         self._choosing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._lock = threading.RLock()  # a generator that is collected may leave its region at any time
 
-    def entered(self, region: "Region", regions: Regions) -> None:
+    def record_entry(self, region: "Region", regions: Regions) -> None:
         """Note that the calling thread opened a region; `regions` is its stack, with the new one last."""
         with self._lock:
             self._time += 1
@@ -54,7 +54,7 @@ class Starts:
             self._choosing.add(thread)
             self.open[region] = Entered(self._time, (thread, _task()), regions)
 
-    def left(self, region: "Region") -> None:
+    def record_exit(self, region: "Region") -> None:
         """Threads that were started in the region keep what they started from."""
         with self._lock:
             entered = self.open.get(region)
@@ -86,10 +86,10 @@ class Starts:
         return thread is not threading.main_thread() and thread not in self._choosing
 
     def _regions_at_start(self, thread: threading.Thread) -> Regions:
-        seen = self._first_seen.get(thread, math.inf)
+        first_seen = self._first_seen.get(thread, math.inf)
         innermost: dict[Owner, Regions] = {}
         for entered in list(self.open.values()):
-            if entered.time < seen and entered.lives and entered.owner[0] is not thread:
+            if entered.time < first_seen and entered.lives and entered.owner[0] is not thread:
                 innermost[entered.owner] = tuple([region for region in entered.regions if region.is_open])
         if innermost:
             innermost.setdefault((threading.main_thread(), None), ())

@@ -284,9 +284,9 @@ def _derived(row: Plane) -> Plane:
     return col
 
 
-def _refresh(whole: Plane, fresh: Plane, arrived: Sequence[str]) -> None:
+def _refresh(whole: Plane, fresh: Plane, gathered: Sequence[str]) -> None:
     """Copy the parts that did not arrive by a gather. They may be the same memory."""
     for name, part in whole.parts.items():
-        if name not in arrived and part.data_ptr() != fresh.parts[name].data_ptr():
+        if name not in gathered and part.data_ptr() != fresh.parts[name].data_ptr():
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(part):  # type: ignore
                 part.copy_(fresh.parts[name])

@@ -97,9 +97,9 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if alike.formats != target.formats or alike.matrix_shape != target.matrix_shape:
         return target.quantize_(source)
     planes = (target.planes.rowwise, None) if target.planes.aliased else target.planes
-    for mine, theirs in zip(planes, alike.planes, strict=True):
-        if mine is not None and theirs is not None:
-            mine.copy_(theirs)
+    for plane, other in zip(planes, alike.planes, strict=True):
+        if plane is not None and other is not None:
+            plane.copy_(other)
     target.count_write()
     return target
 

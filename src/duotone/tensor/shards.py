@@ -60,12 +60,12 @@ def agree(groups: Sequence[str], amaxes: Sequence[Tensor]) -> list[Tensor]:
     """The maximum of each fp32 amax over the ranks of its group: one collective for each group."""
     agreed: list[Tensor] = list(amaxes)
     for group in dict.fromkeys(groups):
-        mine = [at for at, name in enumerate(groups) if name == group]
-        sizes = [-(-amaxes[at].numel() // ALIGNED) * ALIGNED for at in mine]
-        flat = amaxes[mine[0]].new_zeros(sum(sizes))
-        places = [place[: amaxes[at].numel()] for at, place in zip(mine, torch.split(flat, sizes), strict=True)]
-        torch._foreach_copy_(places, [amaxes[at].reshape(-1) for at in mine])  # type: ignore
-        for at, place in zip(mine, torch.split(ShardContext(group).max(flat), sizes), strict=True):
+        indices = [at for at, name in enumerate(groups) if name == group]
+        sizes = [-(-amaxes[at].numel() // ALIGNED) * ALIGNED for at in indices]
+        flat = amaxes[indices[0]].new_zeros(sum(sizes))
+        places = [place[: amaxes[at].numel()] for at, place in zip(indices, torch.split(flat, sizes), strict=True)]
+        torch._foreach_copy_(places, [amaxes[at].reshape(-1) for at in indices])  # type: ignore
+        for at, place in zip(indices, torch.split(ShardContext(group).max(flat), sizes), strict=True):
             agreed[at] = place[: amaxes[at].numel()]
     return agreed
 

@@ -99,11 +99,11 @@ class Writes(PlaneTensor):
     def _take(self, fresh: Planes, keep: Tensor | None) -> None:
         """Copy planes into those that are held. If `keep` is true on the device, no byte changes."""
         planes = [*self.planes]
-        for at, (mine, new) in enumerate(zip(self.planes, fresh, strict=True)):
-            if mine is not None and new is not None:
-                mine.copy_(new, keep)
-                if mine.format != new.format:  # stored alike, with scales that are computed in another way
-                    planes[at] = Plane(new.format, mine.parts, mine.shape)
+        for at, (plane, new) in enumerate(zip(self.planes, fresh, strict=True)):
+            if plane is not None and new is not None:
+                plane.copy_(new, keep)
+                if plane.format != new.format:  # stored alike, with scales that are computed in another way
+                    planes[at] = Plane(new.format, plane.parts, plane.shape)
         row, col = planes
         if row is not None and col is not None and row is not self._rowwise and self.planes.aliased:
             col = Plane(row.format, col.parts, col.shape)
@@ -130,10 +130,10 @@ class Writes(PlaneTensor):
             raise MissingPlaneError("a piece of a tensor shares its scale with the rest; write the whole tensor")
 
     def _require_formats(self, offered: Sequence[Format | None], usage: Usage) -> None:
-        for mine, theirs, is_named in zip(self.planes, offered, usage, strict=True):
-            if is_named and mine is not None and theirs is not None and mine.format.stored != theirs.stored:
+        for plane, fmt, is_named in zip(self.planes, offered, usage, strict=True):
+            if is_named and plane is not None and fmt is not None and plane.format.stored != fmt.stored:
                 raise UserError(
-                    f"the quantizer makes {theirs.name} where the tensor holds {mine.format.name}; "
+                    f"the quantizer makes {fmt.name} where the tensor holds {plane.format.name}; "
                     "convert it with duotone.convert_parameters"
                 )
 
@@ -187,9 +187,11 @@ class Writes(PlaneTensor):
         if not hasattr(quantizer, "encode"):
             raise UserError(f"update_quantizer takes a quantizer; got {type(quantizer).__name__}: make one")
         offered = (quantizer.rowwise, quantizer.columnwise)
-        for mine, theirs in zip(self.planes, offered, strict=True):
-            if mine is not None and theirs is None:
-                raise UserError(f"the quantizer makes nothing where the tensor holds {mine.format.name}; drop it first")
+        for plane, fmt in zip(self.planes, offered, strict=True):
+            if plane is not None and fmt is None:
+                raise UserError(
+                    f"the quantizer makes nothing where the tensor holds {plane.format.name}; drop it first"
+                )
         self._require_formats(offered, BOTH)
         self.quantizer = quantizer
         if slots != (None, None):
