@@ -9,6 +9,7 @@ import click
 from duotone.cli import command_options as options
 from duotone.cli.interrupt import Interrupt
 from duotone.lab.presets import DEFAULT_RECIPES
+from duotone.lab.schema import Settings
 
 
 @click.command(cls=options.ListCommand)
@@ -76,7 +77,7 @@ def compare(  # noqa: PLR0913 (one argument for each option)
         parallel_run.compare(context, parallel, folder, chosen, as_json=as_json, resume=resume, every=save_every)
         return
     saving, publish = comparison.saving(folder, save_every), partial(summary.write_numbers, folder=folder)
-    about = {**chosen.about, "command": context.obj}
+    about: Settings = {**chosen.about, "command": context.obj}
     with files.locked(files.make_folder(folder)), Interrupt() as interrupt:
         if not resume:
             comparison.forget(saving.folder)
