@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39430
-TOOL_LINES = 7930
+LIBRARY_LINES = 39466
+TOOL_LINES = 7931
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -24,12 +24,12 @@ BENCH = Path(__file__).parent.parent / "bench"
 
 BUDGETS = {
     "attention": (2913, 20, 0),
-    "cli": (1546, 2, 0),
+    "cli": (1547, 2, 0),
     "comm": (200, 1, 0),
     "compat": (2518, 7, 0),
     "conversion": (2706, 5, 0),
     "dispatch": (3509, 1, 0),
-    "distributed": (497, 3, 0),
+    "distributed": (473, 3, 0),
     "formats": (1502, 0, 0),
     "integrations": (772, 11, 0),
     "kernels": (5048, 0, 0),
@@ -41,7 +41,7 @@ BUDGETS = {
     "optim": (855, 3, 0),
     "package": (348, 1, 0),
     "pipeline": (1560, 15, 0),
-    "planned": (3211, 15, 0),
+    "planned": (3271, 15, 0),
     "recipes": (2016, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1422, 0, 0),

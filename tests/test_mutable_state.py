@@ -18,6 +18,7 @@ from torch.optim import optimizer
 import duotone
 from duotone.kernels.launch import Kernel, Launch
 from duotone.linear.plane_source import STEPS
+from duotone.planned.alike import WRAPPED
 
 ROOT = Path(duotone.__file__).parent
 
@@ -187,5 +188,7 @@ def test_importing_the_library_hooks_into_nothing_of_the_process() -> None:
     mine = [h for h in optimizer._global_optimizer_post_hooks.values() if type(h).__module__.startswith("duotone")]
     assert not mine or STEPS.is_registered
     assert not any("duotone" in str(h) for h in hooks._global_forward_hooks.values())
+    mine = [h for h in hooks._global_module_registration_hooks.values() if type(h).__module__.startswith("duotone")]
+    assert not mine or WRAPPED.is_registered
     for name, value in vars(torch).items():
         assert not str(getattr(value, "__module__", "")).startswith("duotone"), name

@@ -1,5 +1,6 @@
 """Column- and row-parallel linears with sequence parallelism against single-process references."""
 
+import contextlib
 import dataclasses
 import itertools
 import pickle
@@ -17,6 +18,7 @@ import duotone
 from duotone import CustomRecipe, Quantizer, formats, recipes
 from duotone.distributed import require_same_recipes
 from duotone.errors import RecipeError, UserError
+from duotone.observe.wire import Wire
 from duotone.tensor import LOCAL, Planes
 
 TOKENS, WIDE, NARROW = 64, 128, 96
@@ -356,6 +358,29 @@ def models_of_other_recipes_are_told_before_ddp(folder: Path) -> None:
         assert all(one in str(error) for one in told) and "do not follow the same recipes" in str(error), error
     else:
         raise AssertionError("ranks went on with other recipes")
+
+
+@check
+def ddp_compares_the_recipes_of_its_ranks(folder: Path) -> None:
+    """In its constructor, over its group. A model without recipes, and a new inner module, cost no collective."""
+
+    def converted(recipe: str) -> nn.Module:
+        return duotone.convert(nn.Sequential(nn.Linear(WIDE, NARROW), nn.Linear(NARROW, WIDE)), recipe, ())
+
+    rank, groups = dist.get_rank(), [dist.new_group([each]) for each in range(dist.get_world_size())]
+    mine = "mxfp8" if rank else "fp8-current"
+    with contextlib.suppress(UserError):
+        nn.parallel.DistributedDataParallel(converted(mine))
+        raise AssertionError("ranks went on with other recipes")
+    alone = nn.parallel.DistributedDataParallel(converted(mine), process_group=groups[rank])
+    with Wire() as wire:
+        nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        if rank:
+            alone.module = converted("mxfp8")
+    assert not wire.reduced, wire
+    m = nn.parallel.DistributedDataParallel(converted("mxfp8"))
+    m(piece(data()[0]).float()).sum().backward()
+    assert m.module[0].weight.grad is not None
 
 
 @check

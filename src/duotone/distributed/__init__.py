@@ -1,6 +1,6 @@
 """Training over many ranks beside torch's own engines. Import it by name; `import duotone` does not."""
 
 from duotone.distributed.checkpoints import async_save, latest, load, save
-from duotone.distributed.recipes import require_same_recipes
+from duotone.planned.alike import require_same_recipes
 
 __all__ = ["async_save", "latest", "load", "require_same_recipes", "save"]

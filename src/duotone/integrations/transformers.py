@@ -11,7 +11,6 @@ from torch.utils.hooks import RemovableHandle
 
 from duotone.attention import DotProductAttention
 from duotone.conversion import convert, convert_parameters, plan, revert
-from duotone.distributed.recipes import require_same_recipes
 from duotone.errors import UserError
 from duotone.integrations.requirement import require
 from duotone.integrations.run_state import (
@@ -24,6 +23,7 @@ from duotone.integrations.run_state import (
     recipe_names,
     save_planes,
 )
+from duotone.planned.alike import require_same_recipes
 from duotone.planned.planned import Planned
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule

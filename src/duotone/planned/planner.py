@@ -23,6 +23,7 @@ from duotone.numbered import ByName
 from duotone.pipeline.op import KEEPS, TensorInfo, is_distributed
 from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.planned import delayed_states, traced_stages
+from duotone.planned.alike import WRAPPED
 from duotone.planned.opaque_stage import OpaqueStage
 from duotone.planned.traced_stages import Call, Key, TracedSlot
 from duotone.planned.weight_options import WeightOptions
@@ -50,6 +51,7 @@ class Planner:
     """
 
     def __init__(self, module: "Planned") -> None:
+        WRAPPED.register()
         self.owner = weakref.ref(module)
         self.options = WeightOptions(self.owner)
         self.consumers = ConsumerRoles()

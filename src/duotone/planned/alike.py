@@ -1,0 +1,58 @@
+"""Ranks that follow the same recipes: compared when asked to, and where DistributedDataParallel takes a model."""
+
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from duotone.comm import require_same
+from duotone.planned.weights import ShardedParameters, described
+
+if TYPE_CHECKING:
+    from duotone.planned.planned import Planned
+
+UNLIKE = "do not follow the same recipes", "convert the model alike on all ranks"
+
+
+def require_same_recipes(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Raise UserError on all ranks of `group` (all by default) if their models follow other recipes or formats.
+
+    `fully_shard` and DistributedDataParallel compare them without this call. One collective of two numbers on the
+    device of the parameters. Without a process group nothing is compared.
+    """
+    if not dist.is_initialized():
+        return
+    names = [text for name, module in model.named_modules() if is_planned(module) for text in described(module, name)]
+    device = next(model.parameters()).device
+    require_same(names, device, (group or dist.distributed_c10d._get_default_group()).group_name, UNLIKE)
+
+
+def is_planned(module: nn.Module) -> "TypeGuard[Planned]":
+    """Whether a module follows recipes. Its class cannot be named here, because it registers `WRAPPED`."""
+    return isinstance(module, ShardedParameters) and "plans" in vars(module)
+
+
+class WrappedModels:
+    """Compares the ranks of DistributedDataParallel when its constructor takes a model, before it communicates.
+
+    A model in which nothing follows recipes costs no collective: other ranks may not know of Duotone.
+    """
+
+    is_registered = False
+
+    def register(self) -> None:
+        """Begin to compare, if it has not begun."""
+        if not self.is_registered:
+            self.is_registered = True
+            register_module_module_registration_hook(self)
+
+    def __call__(self, wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
+        if name != "module" or not isinstance(wrapper, nn.parallel.DistributedDataParallel) or model is None:
+            return
+        is_constructed = name in wrapper._modules
+        if not is_constructed and any(map(is_planned, model.modules())):
+            require_same_recipes(model, wrapper.process_group)
+
+
+WRAPPED = WrappedModels()
