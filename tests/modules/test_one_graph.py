@@ -3,6 +3,8 @@
 import copy
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import BOTH, Planes, Usage
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-LAYERS = 10
+LAYERS = 12
 """More than the 8 variants of a frame after which Dynamo gives up."""
 WIDTH = 32
 
@@ -128,22 +130,32 @@ def first_and_last_high() -> recipes.Recipe:
     return CustomRecipe(qfactory=factory)
 
 
+@dataclass(frozen=True)
 class Clipping(Quantizer):
-    """Clips to 1 before it encodes."""
+    """Clips to limits before it encodes."""
+
+    limits: Any = field(default=None, compare=False)
 
     def encode(self, x: Tensor, usage: Usage = BOTH, ctx: QuantizeContext = LOCAL) -> Planes:
-        return super().encode(x.clamp(-1, 1), usage, ctx)
+        return super().encode(x.clamp(self.limits[0], self.limits[1]), usage, ctx)
 
 
-def clipping() -> recipes.Recipe:
-    """A new quantizer of a class of the user for each slot."""
+def clipping(limits: Callable[[str], object]) -> recipes.Recipe:
+    """A new quantizer of a class of the user for each slot, with limits by the name of the module."""
     e4m3 = duotone.formats.get("mxfp8_e4m3")
-    return CustomRecipe(qfactory=lambda role: Clipping(e4m3, e4m3))
+    return CustomRecipe(qfactory=lambda role: Clipping(e4m3, e4m3, limits=limits(role.name if role else "")))
 
 
-@pytest.mark.parametrize(
-    ("make", "kinds"), [(hybrid, 1), (first_and_last_high, 2), (clipping, 1)], ids=["hybrid", "by name", "class"]
-)
+def lists() -> recipes.Recipe:
+    """The first layer has limits of its own."""
+    return clipping(lambda name: [-0.5, 0.5] if name.startswith("0.") else [-1.0, 1.0])
+
+
+def dicts() -> recipes.Recipe:
+    return clipping(lambda name: {0: -1.0, 1: 1.0})
+
+
+@pytest.mark.parametrize(("make", "kinds"), [(hybrid, 1), (first_and_last_high, 2), (lists, 2), (dicts, 1)])
 def test_functions_of_the_user_compile_once_for_each_kind_of_layer(
     make: Callable[[], recipes.Recipe], kinds: int
 ) -> None:
@@ -152,6 +164,15 @@ def test_functions_of_the_user_compile_once_for_each_kind_of_layer(
     counter = compile_each(m)
     same_steps(m, eager, steps=1)
     assert counter.frame_count == kinds
+
+
+def test_quantizers_that_hold_tensors_compile_layer_by_layer_and_say_so() -> None:
+    m = blocks(clipping(lambda name: torch.tensor([-1.0, 1.0])), count=3)
+    eager = copy.deepcopy(m)
+    counter = compile_each(m)
+    with pytest.warns(UserWarning, match="of class Clipping hold objects that are not compared, such as tensors"):
+        same_steps(m, eager, steps=1)
+    assert counter.frame_count == 3
 
 
 def test_a_function_that_fails_for_one_layer_fails_where_that_layer_is_called() -> None:

@@ -97,7 +97,19 @@ def mine(*values: object) -> type[Quantizer]:
 
 @pytest.mark.parametrize(
     ("values", "are_equal"),
-    [((1, 1), True), (((1, "a"), (1, "a")), True), ((0.0, -0.0), False), ((1, True), False), (([], []), False)],
+    [
+        ((1, 1), True),
+        (((1, "a"), (1, "a")), True),
+        ((0.0, -0.0), False),
+        ((1, True), False),
+        (([1, [2]], [1, [2]]), True),
+        (([1, [2]], [1, [3]]), False),
+        (([1], (1,)), False),
+        (({"a": [1]}, {"a": [1]}), True),
+        (({"a": 1}, {"a": 2}), False),
+        ((Quantizer(), Quantizer()), True),
+        ((torch.ones(1), torch.ones(1)), False),
+    ],
 )
 def test_quantizers_of_a_class_of_the_user_are_equal_if_all_that_they_hold_is(
     values: tuple[object, object], are_equal: bool

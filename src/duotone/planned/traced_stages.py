@@ -6,8 +6,9 @@ its seed, and the `handle` by which delayed scaling finds its states.
 """
 
 import itertools
+import warnings
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -76,6 +77,9 @@ class Answers(dict[str, Quantizer]):
     name: str
     """A name that equal answers share."""
 
+    likeness: Hashable
+    """What differs from others only in objects whose values are not compared is equal to theirs here."""
+
 
 class Template(NamedTuple):
     """A stage for all modules of one content, and how it reduces and records amaxes."""
@@ -124,8 +128,15 @@ def shared(answers: Mapping[str, Quantizer]) -> Answers:
     result = _ANSWERS.get(key)
     if result is None:
         result = _ANSWERS[key] = Answers(answers)
-        result.name = str(next(_ANSWER_NUMBERS))
+        result.name, result.likeness = str(next(_ANSWER_NUMBERS)), _likeness(key)
     return result
+
+
+class Uncompared(NamedTuple):
+    """A value whose equality is not ours to judge. `Answers` keep it alive."""
+
+    number: int
+    kind: type
 
 
 def _content_of(quantizer: Quantizer) -> Hashable:
@@ -134,17 +145,44 @@ def _content_of(quantizer: Quantizer) -> Hashable:
     if kind is Quantizer:
         return quantizer
     if any("__slots__" in vars(base) for base in kind.__mro__):
-        return id(quantizer)
+        return Uncompared(id(quantizer), kind)
     return kind, *((name, _word(value)) for name, value in sorted(vars(quantizer).items()))
 
 
-def _word(value: object) -> Hashable:
-    """A value by its content, or by its identity if its equality is not ours. `Answers` keep the value alive."""
+def _word(value: Any) -> Hashable:
+    """A value by its content as it is now, or by its identity."""
+    kind = type(value)
     if isinstance(value, Format | History):
         return value
-    if isinstance(value, tuple):
-        return type(value), *map(_word, value)
-    return (type(value), repr(value)) if type(value) in (bool, int, float, str) else id(value)
+    if isinstance(value, Quantizer):
+        return _content_of(value)
+    if isinstance(value, tuple) or kind is list:
+        return kind, *map(_word, value)
+    if kind is dict:
+        return kind, *((_word(key), _word(each)) for key, each in value.items())
+    return (kind, repr(value)) if kind in (bool, int, float, str) else Uncompared(id(value), kind)
+
+
+def _likeness(word: Hashable) -> Hashable:
+    if isinstance(word, Uncompared):
+        return word.kind
+    return tuple(map(_likeness, word)) if type(word) is tuple else word
+
+
+def _warn_of_identities(answers: Iterable[Answers]) -> None:
+    """Warn if answers for modules of one content differ in nothing but objects that are not compared."""
+    first: dict[Hashable, Answers] = {}
+    for each in answers:
+        other = first.setdefault(each.likeness, each)
+        if other is not each:
+            pairs = zip(each.values(), other.values(), strict=True)
+            kind = next(type(one).__name__ for one, same in pairs if _content_of(one) != _content_of(same))
+            warnings.warn(
+                f"quantizers of class {kind} hold objects that are not compared, such as tensors, so each layer "
+                "compiles by itself, and torch gives up after 8; hold numbers, strings, lists and dicts, or share one "
+                "quantizer",
+                stacklevel=2,
+            )
 
 
 def numbered(owner: OwnsSlots) -> tuple[str, Tensor]:
@@ -243,11 +281,13 @@ def ask(config: str, recipe: str) -> bool:
     again when that one is called.
     """
     keep_for_graphs(recipe)
+    answers = []
     for planner in list(_ALIKE[config]):
         try:
-            planner.answer(recipe_of(recipe))
+            answers.append(planner.answer(recipe_of(recipe)))
         except Exception:  # of the user's function, which may raise anything
             setattr(planner.answered, recipe, f"{recipe}_{planner.number}")
+    _warn_of_identities([each for each in answers if isinstance(each, Answers)])
     return True
 
 
