@@ -3,11 +3,13 @@
 A block has no names but those of its page's preamble here: what the page says is the reader's own.
 """
 
+import importlib
 import re
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -138,3 +140,45 @@ def sentences(page: str) -> Iterator[str]:
 def test_sentences_are_short(page: Path) -> None:
     counted = ((len(re.findall(r"[\w'%.-]+", sentence)), sentence) for sentence in sentences(page.read_text()))
     assert [sentence for count, sentence in counted if count > LONGEST] == []
+
+
+CITING = [*PAGES, ROOT / "bench" / "NOTES.md"]
+FOLDERS = ("", "src/duotone", "docs")
+"""Where the paths of pages begin. A record of measurements is cited by the end of its name."""
+RECORDS = [path.name for path in (ROOT / "bench" / "results").iterdir()]
+
+
+def cited(page: Path, pattern: str) -> list[str]:
+    """What stands alone between backticks outside of blocks of code and matches the pattern."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return [word for word in dict.fromkeys(re.findall(r"`([^`\n]+)`", text)) if re.fullmatch(pattern, word)]
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name leads to a value. Integrations may need packages that are not installed."""
+    module, _, rest = name.partition(".")
+    value: object = importlib.import_module(module)
+    for part in rest.split("."):
+        module = f"{module}.{part}"
+        if isinstance(value, ModuleType) and not hasattr(value, part):
+            if (ROOT / "src" / module.replace(".", "/")).with_suffix(".py").exists() and "integrations" in module:
+                return True
+            try:
+                importlib.import_module(module)
+            except ImportError:
+                return False
+        if not hasattr(value, part):
+            return False
+        value = getattr(value, part)
+    return True
+
+
+@pytest.mark.parametrize("page", CITING, ids=lambda p: p.name)
+def test_what_a_page_cites_exists(page: Path) -> None:
+    """Files of this repository, and names of the library."""
+    rooms = {path.name for path in (ROOT / "src" / "duotone").iterdir()} | {"src", "tests", "bench", "docs", "examples"}
+    paths = [path for path in cited(page, r"[\w.-]+(/[\w.-]+)+/?") if path.split("/")[0] in rooms]
+    assert not [path for path in paths if not any((ROOT / folder / path).exists() for folder in FOLDERS)]
+    records = cited(page, r"[\w-]+\.(txt|jsonl)") if page.name in ("NOTES.md", "hopper.md") else []
+    assert not [name for name in records if not any(record.endswith(name) for record in RECORDS)]
+    assert not [name for name in cited(page, r"duotone(?!\.json)(\.\w+)+(\(.*\))?") if not exists(name.split("(")[0])]
