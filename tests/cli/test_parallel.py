@@ -43,6 +43,18 @@ def test_a_plan_predicts_what_each_rank_holds_and_sends(capsys: pytest.CaptureFi
     assert line.endswith(f"0.00 MiB exchanged, {4 * count / 2**20:.2f} MiB reduced a step")
 
 
+def test_a_plan_says_which_weights_travel_in_high_precision(capsys: pytest.CaptureFixture[str]) -> None:
+    """Delayed scales do not keep weights from travelling as codes; a cut by tensor parallelism does."""
+    from duotone.cli.main import run
+
+    lines: list[str] = []
+    for parallel in ("fsdp=4", "fsdp=2,tp=2"):
+        assert run(["plan", "--preset", "tiny", "--recipe", "fp8-delayed", "--parallel", parallel]) == 0
+        lines.append(capsys.readouterr().out.splitlines()[-1])
+    assert "high precision" not in lines[0]
+    assert lines[1].endswith("a step; 8 weights travel in high precision: tensor parallelism cuts them")
+
+
 def test_a_run_that_loses_a_rank_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     """In a step, then in a save. The report is of the whole run, and tells memory and bytes of each rank."""
     options = "train --parallel fsdp=2 --preset tiny --recipe fp8-current --steps 6 --save-every 2 --out".split()

@@ -1,6 +1,7 @@
 """`--parallel`: its axes, and what each rank would hold and send in a step of `duotone train`, from sizes alone."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,10 +10,12 @@ from torch import nn
 
 import duotone
 from duotone.errors import UserError
+from duotone.formats import IDENTITY
 from duotone.lab import models
 from duotone.lab.config import TrainConfig
 from duotone.modules import MoE
 from duotone.planned.planned import Planned
+from duotone.planned.sent_weights import encodes_itself
 from duotone.recipes import Recipe
 from duotone.tensor import Plane, Quantizer
 from duotone.tensor.plane import sharded_parts
@@ -48,6 +51,9 @@ class Parallel:
         return ",".join(f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) > 1) or "fsdp=1"
 
 
+HIGH_PRECISION = 2, 2, 0
+"""Bytes of an element of a parameter in the gathers of forward and backward, and in an exchange before each."""
+
 STATE = 3
 """fp32 tensors of each parameter: its value and two moments."""
 
@@ -64,6 +70,8 @@ class Forecast:
     exchanged: float = 0.0
     reduced: float = 0.0
     counted: set[int] = field(default_factory=set[int])
+    plain: Counter[str] = field(default_factory=Counter[str])
+    """How many quantized weights travel in high precision, by the reason."""
 
     def __str__(self) -> str:
         parts = {name: getattr(self, name) / 2**20 for name in ("state", "gathered", "exchanged", "reduced")}
@@ -71,7 +79,18 @@ class Forecast:
             f"each of {self.parallel.ranks} ranks: {parts['state']:.1f} MiB of parameters and optimizer, "
             f"{parts['gathered']:.2f} MiB gathered, {parts['exchanged']:.2f} MiB exchanged, {parts['reduced']:.2f} MiB "
             "reduced a step"
-        )
+        ) + "".join(f"; {count} weights travel in high precision: {why}" for why, count in self.plain.items())
+
+    def gathers(self, module: nn.Module, p: nn.Parameter, recipe: Recipe, ranks: int) -> tuple[float, float, float]:
+        """Bytes of an element of a parameter, as in `HIGH_PRECISION`."""
+        if not isinstance(module, Planned) or all(p is not weight for weight in module.weights):
+            return HIGH_PRECISION
+        quantizer = module.plans.plan(recipe).weight.quantizer
+        if why := plain_gathers(self.parallel, [quantizer]):
+            if ranks > 1 and quantizer.rowwise != IDENTITY:
+                self.plain[why] += 1
+            return HIGH_PRECISION
+        return _planes(quantizer, p, ranks)
 
     def parameter(self, p: nn.Parameter, ranks: int, cut: int, gathers: Sequence[float]) -> None:
         """Add a parameter over `ranks` of FSDP2, each with 1/`cut` of it. `gathers`: bytes of an element in each."""
@@ -108,7 +127,7 @@ def forecast(config: TrainConfig, recipe: Recipe, parallel: Parallel) -> Forecas
             in_mixture = parallel.ep > 1 and ".mlp." in f"{name}."
             ranks = parallel.fsdp if in_mixture else data
             cut = parallel.tp if is_cut else parallel.ep if in_mixture and "router" not in name else 1
-            *gathers, moved = _gathers(module, p, recipe, ranks) if parallel.tp == 1 else HIGH_PRECISION
+            *gathers, moved = result.gathers(module, p, recipe, ranks)
             gathers = gathers if id(p) in blocks else gathers[:1]
             result.parameter(p, ranks, cut, gathers)
             result.exchanged += moved * len(gathers) * p.numel() / ranks
@@ -121,16 +140,8 @@ def forecast(config: TrainConfig, recipe: Recipe, parallel: Parallel) -> Forecas
     return result
 
 
-HIGH_PRECISION = BF16, BF16, 0
-
-
-def _gathers(module: nn.Module, p: nn.Parameter, recipe: Recipe, ranks: int) -> tuple[float, float, float]:
-    """Bytes of an element of a parameter in the gathers of forward and backward, and in an exchange before each."""
-    if not isinstance(module, Planned) or all(p is not weight for weight in module.weights):
-        return HIGH_PRECISION
-    quantizer = module.plans.plan(recipe).weight.quantizer
-    if not sends_planes(quantizer):
-        return HIGH_PRECISION
+def _planes(quantizer: Quantizer, p: nn.Parameter, ranks: int) -> tuple[float, float, float]:
+    """Bytes of an element of a weight in the gathers of forward and backward, and in an exchange before each."""
     rows, columns = p.shape
     row, col = quantizer.rowwise, quantizer.columnwise
     assert row is not None and col is not None
@@ -146,9 +157,17 @@ def _gathers(module: nn.Module, p: nn.Parameter, recipe: Recipe, ranks: int) -> 
     return first, first if is_derived else padded * _bytes(quantizer, (rows, columns), "col"), moved
 
 
-def sends_planes(quantizer: Quantizer) -> bool:
-    """Whether ranks can encode shards of weights before a gather."""
-    return not (quantizer.is_stochastic or any(quantizer.delayed))
+def plain_gathers(parallel: Parallel, quantizers: Sequence[Quantizer]) -> str:
+    """Why FSDP2 gathers a weight in high precision that follows `quantizers` in turn; "" where it gathers planes."""
+    if parallel.tp > 1:
+        return "tensor parallelism cuts them"
+    if len(set(quantizers)) > 1:
+        return "a schedule changes their formats"
+    if any(quantizer.is_stochastic for quantizer in quantizers):
+        return "they round stochastically"
+    if any(any(quantizer.delayed) and not encodes_itself(quantizer) for quantizer in quantizers):
+        return "their delayed scales are of something else"
+    return ""
 
 
 def _bytes(quantizer: Quantizer, shape: tuple[int, int], side: str) -> float:

@@ -27,7 +27,7 @@ from duotone.lab import checkpoint
 from duotone.lab.comparison import planned
 from duotone.lab.config import TrainConfig
 from duotone.lab.data import Corpus
-from duotone.lab.forecast import COLUMNS, ROWS, Parallel, sends_planes
+from duotone.lab.forecast import COLUMNS, ROWS, Parallel, plain_gathers
 from duotone.lab.optimizer import BETAS, GRADIENT_NORM, decaying
 from duotone.lab.trainer import NOTHING, Trainer
 from duotone.modules import MoE
@@ -164,9 +164,10 @@ class ParallelTrainer(Trainer):
             self._prepare(phase.recipe)
         recipes = {phase.recipe.key: phase.recipe for phase in self.schedule.phases}.values()
         linears = [module for module in self.model.modules() if isinstance(module, Planned)]
-        plans = [linear.plans.plan(recipe) for recipe in recipes for linear in linears]
-        if self.parallel.tp == len(recipes) == 1 and all(sends_planes(plan.weight.quantizer) for plan in plans):
-            duotone.gather_quantized(self.model)  # each weight has one plan, and ranks can encode their shards
+        for linear in linears:
+            formats = [linear.plans.plan(recipe).weight.quantizer for recipe in recipes]
+            if not plain_gathers(self.parallel, formats):
+                duotone.gather_quantized(linear)
         blocks = [block for block in self.model.modules() if isinstance(block, nn.ModuleList)]
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         shard = partial(fully_shard, mp_policy=policy)
