@@ -264,7 +264,7 @@ class Cast:
             col is not None and col.rotated,
         )
         self.floats = tuple(1.0 if spec is None else spec.top for spec in (row, col))
-        self._launches: dict[tuple[bool, ...], Launch] = {}
+        self._bound = functools.cache(self._bind)
 
     def produced(
         self, producer: FusedProducer, scales: Scales, live: Tensor | None, seed: Tensor | None = None
@@ -293,10 +293,7 @@ class Cast:
         row, col = _empty(self.row, x, m, k, of_row), _empty(self.col, x, k, m, of_col)
         tm, tk, _ = TILE
         whole = (_is_whole(*of) for of in ((self.row, k), (self.col, m)))
-        variant = (not (m % tm or k % tk), k % 16 == 8, *whole)
-        launch = self._launches.get(variant)
-        if launch is None:
-            launch = self._launches[variant] = self._bind(*variant)
+        launch = self._bound(not (m % tm or k % tk), k % 16 == 8, *whole)
         tensors = (x, *_buffers(row), of_row, *_buffers(col), of_col, seed if self.is_random else None)
         launch(-(-m // tm) * -(-k // tk), tensors, (m, k, count), self.floats)
         return row, col

@@ -86,7 +86,7 @@ class SegmentCast:
         self.shares_scale = cast.shared
         self.propagate, self.marks = cast.propagate, cast.marks
         self.needs_amax, self.needs_lines = cast.needs_amax, cast.needs_lines
-        self._launches: dict[tuple[str, int, bool, bool, bool, bool], Launch] = {}
+        self._launch = functools.cache(self._bind)
 
     def __call__(
         self,
@@ -149,13 +149,6 @@ class SegmentCast:
     def _scales(self, side: int, count: int, lines: tuple[tuple[int, ...], tuple[int, ...]], empty: Allocate) -> Tensor:
         size, strides = lines if self.sources[side] == LINE.value else ((count, 1), (APART.value, 1))
         return empty(size, strides, torch.float32)
-
-    def _launch(self, which: str, block: int, whole: bool, record: bool, table: bool, aligned: bool) -> Launch:
-        key = (which, block, whole, record, table, aligned)
-        result = self._launches.get(key)
-        if result is None:
-            result = self._launches[key] = self._bind(*key)
-        return result
 
     def _bind(self, which: str, block: int, whole: bool, record: bool, table: bool, aligned: bool) -> Launch:
         where = {"TABLE": table, "ALIGNED": aligned, "EP": block}
