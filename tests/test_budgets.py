@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39496
+LIBRARY_LINES = 39661
 TOOL_LINES = 7951
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -23,7 +23,7 @@ BANNED = frozenset(
 BENCH = Path(__file__).parent.parent / "bench"
 
 BUDGETS = {
-    "attention": (2913, 20, 0),
+    "attention": (2952, 20, 0),
     "cli": (1547, 2, 0),
     "comm": (200, 1, 0),
     "compat": (2518, 7, 0),
@@ -35,13 +35,13 @@ BUDGETS = {
     "kernels": (5038, 0, 0),
     "lab": (3887, 14, 0),
     "linear": (1912, 5, 0),
-    "modules": (712, 1, 0),
+    "modules": (731, 3, 0),
     "observe": (2320, 6, 0),
     "ops": (1464, 0, 0),
     "optim": (855, 3, 0),
     "package": (348, 1, 0),
-    "pipeline": (1560, 15, 0),
-    "planned": (3311, 16, 0),
+    "pipeline": (1599, 15, 0),
+    "planned": (3379, 16, 0),
     "recipes": (2016, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1422, 0, 0),

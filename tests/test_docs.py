@@ -60,9 +60,13 @@ PREAMBLES = {
     ("docs/parallel.md", 3): MODEL
     + "model = [None, None, duotone.Linear(32, 32)]\n"
     + "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel",
-    ("docs/parallel.md", 4): "import torch, duotone",
-    ("docs/parallel.md", 5): MODEL + "del group",
-    ("docs/parallel.md", 6): MODEL + "optimizer = torch.optim.AdamW(model.parameters())",
+    ("docs/parallel.md", 4): MODEL
+    + "from torch.distributed.device_mesh import init_device_mesh\n"
+    + "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module\n"
+    + "mesh = init_device_mesh('cpu', (1,))",
+    ("docs/parallel.md", 5): "import torch, duotone",
+    ("docs/parallel.md", 6): MODEL + "del group",
+    ("docs/parallel.md", 7): MODEL + "optimizer = torch.optim.AdamW(model.parameters())",
 }
 
 NEEDS = {

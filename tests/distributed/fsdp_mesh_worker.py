@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import duotone
 from duotone import recipes
-from duotone.distributed import save
+from duotone.distributed import load, save
 from duotone.errors import UserError
 
 NAMES = ("fp8-current", "mxfp8", "fp8-delayed", "nvfp4")
@@ -42,10 +42,10 @@ def shard(m: nn.Sequential, over: DeviceMesh) -> nn.Sequential:
     return fully_shard(m, mesh=over["data"])
 
 
-def train(m: nn.Module) -> list[Tensor]:
+def train(m: nn.Module, shape: tuple[int, ...] = (32, 64)) -> list[Tensor]:
     """Three losses and the last weights. All ranks take the same batch, so that the average over data is exact."""
     torch.manual_seed(1)
-    x, y = torch.randn(32, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+    x, y = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
     optimizer, losses = torch.optim.SGD(m.parameters(), lr=0.5), []
     for _ in range(3):
         loss = ((m(x) - y).float() ** 2).mean()
@@ -78,6 +78,44 @@ def a_state_dict_of_the_whole_model_goes_in_and_out(folder: Path) -> None:
     set_model_state_dict(both, whole.state_dict(), options=options)
     for key, value in get_model_state_dict(both, options=options).items():
         same(value, whole.state_dict()[key], key)
+
+
+LAYER = {"self_attention.layernorm_qkv": ColwiseParallel(), "self_attention.proj": RowwiseParallel()}
+LAYER |= {"layernorm_mlp.fc1": ColwiseParallel(), "layernorm_mlp.fc2": RowwiseParallel()}
+
+
+def layer(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    options = {"num_gqa_groups": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "recipe": recipes.load(name)}
+    options |= {"activation": "swiglu", "split_gate": True, "params_dtype": torch.bfloat16}
+    return duotone.TransformerLayer(64, 128, 4, attn_input_format="bshd", **options)
+
+
+@check
+def a_layer_of_pieces_is_cut_by_both_dimensions(folder: Path) -> None:
+    """Bits are those of tensor parallelism alone. Whole state dicts go in and out, and checkpoints resume alone."""
+    over, options = mesh(), StateDictOptions(full_state_dict=True)
+    for name in NAMES[:3]:
+        split, both = (parallelize_module(layer(name), over["model"], LAYER) for _ in range(2))
+        fully_shard(both, mesh=over["data"])
+        assert both.layernorm_mlp.fc1.gate_weight.device_mesh.ndim == 2
+        for got, want in zip(train(both, (2, 16, 64)), train(split, (2, 16, 64)), strict=True):
+            same(got, want, name)
+        assert [row.reason for row in duotone.plan(both)] == [row.reason for row in duotone.plan(split)]
+    again = fully_shard(parallelize_module(layer(name), over["model"], LAYER), mesh=over["data"])
+    set_model_state_dict(again, get_model_state_dict(both, options=options), options=options)
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.5)
+    save(folder / "layer", both, optimizer)
+    single = layer(name)
+    load(folder / "layer", single, torch.optim.SGD(single.parameters(), lr=0.5))
+    for p, q, r in zip(both.parameters(), again.parameters(), single.parameters(), strict=True):
+        same(q.full_tensor(), p.full_tensor(), "state dict")
+        same(r, p.full_tensor(), "checkpoint")
+    with torch.device("meta"):
+        empty = layer("mxfp8")
+    fully_shard(parallelize_module(empty, over["model"], LAYER), mesh=over["data"]).to_empty(device=checks.DEVICE)
+    empty.reset_parameters()
+    assert all(loss.isfinite() for loss in train(empty, (2, 16, 64))[:3])
 
 
 WAYS = {"quantized": duotone.convert_parameters, "gathered": lambda m, _: duotone.gather_quantized(m)}

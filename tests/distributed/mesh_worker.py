@@ -399,22 +399,6 @@ def models_are_planned_measured_saved_and_reverted(folder: Path) -> None:
     close(m(x), y, 0.1, "high precision")
 
 
-@check
-def modules_whose_rows_have_an_order_are_refused(folder: Path) -> None:
-    """A gated fc1 and a fused projection of queries, keys and values: shards would hold other rows."""
-    gated = duotone.LayerNormMLP(64, 64, activation="swiglu")
-    plain = duotone.LayerNormMLP(64, 64, recipe=RECIPES["mxfp8"])
-    x = torch.randn(TOKENS, 64)
-    want = plain(x)
-    for m in (gated, plain):
-        parallelize_module(m, mesh(), {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
-    refused(lambda: gated(x), "set_parallel_mode")
-    close(plain(x), want, 1e-4, "LayerNormMLP")
-    attention = duotone.MultiheadAttention(64, 4, fuse_qkv_params=True)
-    parallelize_module(attention, mesh(), {"qkv": ColwiseParallel()})
-    refused(lambda: attention(torch.randn(8, 2, 64)), "tp_group")
-
-
 def refused(call, words: str, kind: type[Exception] = UserError) -> None:  # type: ignore[no-untyped-def]
     try:
         call()
@@ -452,11 +436,7 @@ def what_cannot_become_dtensors_stays_whole(folder: Path) -> None:
     group = dist.group.WORLD
     quantized = linear("fp8-current")
     duotone.convert_parameters(quantized, RECIPES["fp8-current"])
-    for m in (
-        duotone.Linear(64, 64, parallel_mode="column", tp_group=group),
-        duotone.LayerNormLinear(64, 64),
-        duotone.Linear(64, 64, parameters_split=("a", "b")),
-    ):
+    for m in (duotone.Linear(64, 64, parallel_mode="column", tp_group=group),):
         before = dict(m.named_parameters())
         refused(lambda m=m: parallelize_module(nn.Sequential(m), mesh(), {"0": ColwiseParallel()}), "DTensor")
         assert dict(m.named_parameters()) == before

@@ -73,6 +73,8 @@ class Call(NamedTuple):
     tracks: bool
     ranks: str
     """The name of those that share the sequence, or ""."""
+    groups: int
+    """How many heads keys and values have."""
 
 
 STAGES: "Numbered[AttentionStage]" = Numbered()
@@ -105,7 +107,6 @@ class AttentionStage(Stage):
     forward_kernel: str
     backward_kernel: str
     fast: bool
-    groups: int
     ranks: Ranks | None
     """The ranks that share the sequence. Keys and values are then those of all ranks."""
 
@@ -149,7 +150,8 @@ class AttentionStage(Stage):
         batch, heads, queries, width = to_heads(q, self.call.layout).shape
         keys, value_width = k.shape[token_axis(self.call.layout)], v.shape[-1]
         keys *= 1 if self.ranks is None else self.ranks.size
-        sizes = Sizes(batch, self.groups, heads // self.groups, queries, keys, width, value_width)
+        groups = self.call.groups
+        sizes = Sizes(batch, groups, heads // groups, queries, keys, width, value_width)
         usage = Usage(True, self.call.tracks)
         planes = self._encode(self.query, q, usage, seed), self._encode_all(self.key, k, usage, seed)
         planes = *planes, self._encode_all(self.value, v, Usage(self.call.tracks, True), seed)
@@ -171,7 +173,7 @@ class AttentionStage(Stage):
             if planes is not None:
                 return planes
             x = x.dequantize()
-        return operand.encode(to_heads(x, self.call.layout).unflatten(1, (self.groups, -1)), usage, seed)
+        return operand.encode(to_heads(x, self.call.layout).unflatten(1, (self.call.groups, -1)), usage, seed)
 
     def _encode_all(self, operand: HeadOperand, x: Tensor, usage: Usage, seed: Tensor | None) -> list[Plane]:
         """The planes of keys or values of all ranks. Codes travel where ranks agree on one scale."""

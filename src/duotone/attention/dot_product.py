@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from duotone.attention.heads import check_layout, from_heads, to_heads, token_axis
+from duotone.attention.heads import check_layout, from_heads, share_of, to_heads, token_axis
 from duotone.attention.kv_cache import KVCache
 from duotone.attention.low_precision import Alike, LowPrecision, traced_pick
 from duotone.attention.masks import Masking, MaskType, Window, mask_type, seen_by, window_of
@@ -48,6 +48,8 @@ TRANSIENT = ("_answers", "_requests", "_picks", "_met", "_low_precision", "_alik
 
 class DotProductAttention(BoundaryRoles, MeetsRecipes):
     """Attention of heads, grouped where `num_gqa_groups` is below `num_attention_heads`; holds no parameters.
+
+    A call takes all heads, or those of one of several ranks: the same share of heads and of groups.
 
     `kv_channels` is the width of a head, or (of query and key, of value). `softmax_scale` None is 1/sqrt(width).
     `window_size` (left, right) bounds the keys around a query's own position, -1 for no bound. Products run in high
@@ -200,7 +202,8 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
 
     def _check(self, layout: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         inputs, axes = (query, key, value), len(layout)
-        heads = (self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups)
+        count, groups = self.heads_of(query)
+        heads = count, groups, groups
         widths = (self.channels[0], *self.channels)
         ends = list(zip(heads, widths, strict=True))
         fit = all(x.dim() == axes and tuple(x.shape[-2:]) == end for x, end in zip(inputs, ends, strict=True))
@@ -216,6 +219,10 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
                 f"{self.module_name} takes query, key and value as {layout} {allowed} of one batch and floating dtype, "
                 f"keys and values alike; got {got}: reshape or cast them"
             )
+
+    def heads_of(self, query: Tensor) -> tuple[int, int]:
+        """How many heads a call has, and how many of keys: all, or the share of the rank whose query this is."""
+        return share_of(self.num_attention_heads, self.num_gqa_groups, query.shape[-2] if query.dim() > 2 else 0)
 
     def take_name(self, name: str, site: Site) -> None:
         """The full name in the model, and where rules find the module."""
@@ -360,7 +367,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         if not self.is_shared(recipe):
             drop_dead(vars(self._alike))
             formats = self.formats(recipe)
-            content = recipe.key, formats, self.channels, self.softmax_scale, self.num_gqa_groups
+            content = recipe.key, formats, self.channels, self.softmax_scale
             setattr(self._alike, recipe.key, Alike.of(content, self))
 
     def is_shared(self, recipe: Recipe) -> bool:

@@ -36,6 +36,13 @@ def from_heads(x: Tensor, name: str) -> Tensor:
     return flat[0] if name == "thd" else flat
 
 
+def share_of(count: int, groups: int, heads: int) -> tuple[int, int]:
+    """`heads` and their groups, if a rank can have so many of `count` heads in `groups`; else all of them."""
+    if heads in (0, count) or count % heads or groups % (count // heads):
+        return count, groups
+    return heads, groups * heads // count
+
+
 KINDS = ("query", "key", "value")
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
@@ -63,14 +70,19 @@ class Heads:
         """Output features of each kind."""
         return {kind: (self.count if kind == "query" else self.groups) * self.width for kind in kinds}
 
-    def split(self, x: Tensor, kinds: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """(*lead, features of the kinds) -> one (*lead, heads, width) per kind. UserError for other features."""
-        counts = [size // self.width for size in self.sizes(kinds).values()]
-        if x.shape[-1] != sum(counts) * self.width:
+    def of_features(self, features: int, kinds: tuple[str, ...]) -> "Heads":
+        """What a rank has whose projection to the kinds gives so many features. UserError unless ranks can share so."""
+        whole = sum(self.sizes(kinds).values())
+        if not features or whole % features:
             raise UserError(
-                f"a projection gave {x.shape[-1]} features, and its heads have {sum(counts) * self.width}; build "
-                "attention with set_parallel_mode and tp_group to spread heads over ranks"
+                f"a projection gave {features} features, and its heads have {whole}; cut it by ColwiseParallel over "
+                "ranks that divide num_gqa_groups, or build attention with set_parallel_mode and tp_group"
             )
+        return self if whole == features else self.over(whole // features)
+
+    def split(self, x: Tensor, kinds: tuple[str, ...]) -> tuple[Tensor, ...]:
+        """(*lead, features of the kinds) -> one (*lead, heads, width) per kind."""
+        counts = [size // self.width for size in self.sizes(kinds).values()]
         if not self.interleaved:  # cut before heads are told apart, so that a quantized tensor stays one
             parts = x.split([count * self.width for count in counts], dim=-1)
             return tuple(part.reshape(*part.shape[:-1], -1, self.width) for part in parts)

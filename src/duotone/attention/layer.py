@@ -28,8 +28,8 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
     others of `MultiheadAttention`. `layer_type` "decoder" adds `inter_attention` over the encoder's output.
     `apply_residual_connection_post_layernorm` adds to the outputs of the norms in place of x. `output_layernorm` moves
     the first norm behind the layer. `parallel_attention_mlp` runs the MLP on x itself, beside attention.
-    `drop_path_rate` is the probability that a sample skips a branch. Nothing depends on `layer_number`. UserError for
-    what is not allowed.
+    `drop_path_rate` is the probability that a sample skips a branch. `split_gate` is that of `LayerNormMLP`. Nothing
+    depends on `layer_number`. UserError for what is not allowed.
     """
 
     def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
@@ -62,6 +62,7 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
         bias: bool = True,
         activation: str = "gelu",
         activation_params: Mapping[str, float] | None = None,
+        split_gate: bool = False,
         attn_input_format: str = "sbhd",
         device: torch.device | str | None = None,
         recipe: RecipeLike | None = None,
@@ -71,13 +72,11 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
         super().__init__()
         self.hidden_dropout, self.drop_path_rate, self.layer_number = hidden_dropout, drop_path_rate, layer_number
         self.layer_type, self.parallel_attention_mlp = layer_type, parallel_attention_mlp
-        self.sample_axis = 1 - token_axis(check_layout(attn_input_format)) if attn_input_format != "thd" else None
-        self._check()
+        self.sample_axis = self._checked_axis(attn_input_format)
         norm = {"params_dtype": params_dtype, "device": device, "zero_centered_gamma": zero_centered_gamma}
-        shared: dict[str, Any] = {**norm, "normalization": normalization, "bias": bias, "recipe": recipe}
-        shared |= {"tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel}
-        shared["set_parallel_mode"] = set_parallel_mode
-        shared |= {"init_method": init_method, "output_layer_init_method": output_layer_init_method}
+        shared: dict[str, Any] = {**norm, "normalization": normalization, "bias": bias, "init_method": init_method}
+        shared |= {"output_layer_init_method": output_layer_init_method, "tp_group": tp_group, "tp_size": tp_size}
+        shared |= {"set_parallel_mode": set_parallel_mode, "sequence_parallel": sequence_parallel, "recipe": recipe}
         shared["fuse_wgrad_accumulation"] = attention.pop("fuse_wgrad_accumulation", False)
         shared["return_layernorm_output"] = apply_residual_connection_post_layernorm
         heads = {**shared, "layernorm_epsilon": layernorm_epsilon, "qkv_format": attn_input_format}
@@ -90,10 +89,13 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
             block |= {"attention_type": "cross", "input_layernorm": True, "name": below(name, "inter_attention")}
             self.inter_attention = MultiheadAttention(hidden_size, num_attention_heads, **block, **heads, **attention)
         mlp = {"activation": activation, "activation_params": activation_params, "name": below(name, "layernorm_mlp")}
-        self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **shared, **mlp)
+        mlp |= {"eps": layernorm_epsilon, "split_gate": split_gate}
+        self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, **shared, **mlp)
         self.layernorm = NORMS[normalization](hidden_size, eps=layernorm_epsilon, **norm) if output_layernorm else None
 
-    def _check(self) -> None:
+    def _checked_axis(self, layout: str) -> int | None:
+        """The axis of samples, None of packed sequences. UserError for what does not go together."""
+        axis = None if check_layout(layout) == "thd" else 1 - token_axis(layout)
         if self.layer_type not in ("encoder", "decoder"):
             raise UserError(f"layer_type {self.layer_type!r} is unknown; allowed are 'encoder' and 'decoder'")
         for name in ("hidden_dropout", "drop_path_rate"):
@@ -101,10 +103,11 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
                 raise UserError(f"{name} is {getattr(self, name)}; give a probability from 0 to below 1")
         if self.parallel_attention_mlp and self.layer_type == "decoder":
             raise UserError("parallel_attention_mlp is for layer_type 'encoder'; leave one of them out")
-        if self.drop_path_rate and self.sample_axis is None:
+        if self.drop_path_rate and axis is None:
             raise UserError(
                 "drop_path_rate drops samples, which packed sequences ('thd') do not have apart; set it to 0"
             )
+        return axis
 
     @property
     def at_boundary(self) -> tuple[LayerNormMLP, MultiheadAttention]:

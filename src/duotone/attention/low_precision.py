@@ -100,7 +100,8 @@ class LowPrecision:
         mode = (AmaxMode.RECORD if tracks else AmaxMode.USE) if compiling else mode_now()
         tracks = tracks or mode is AmaxMode.DEFER  # so that every delayed scale is used as in the recompute
         where = recipe.key, str(q.device), group, mode.value, layout
-        call = Call(*where, window == (-1, 0) and seen is None, module.dropout, tracks, ranks.name if ranks else "")
+        causal, groups = window == (-1, 0) and seen is None, module.heads_of(q)[1]
+        call = Call(*where, causal, module.dropout, tracks, ranks.name if ranks else "", groups)
         if compiling:
             stage = _traced(getattr(module._alike, recipe.key), call)
             stage = stage.of_module(self.handle) if stage.is_delayed else stage
@@ -108,7 +109,7 @@ class LowPrecision:
             stage = self.stage(call)
         draws = bool(call.dropout) or stage.is_stochastic
         seed = torch.randint(2**62, (1,), device=q.device) if draws else None
-        operands = q, k, v, grouped(seen, module.num_gqa_groups), seed
+        operands = q, k, v, grouped(seen, call.groups), seed
         if not is_autocast(device):
             return self._apply(stage, operands)
         with torch.autocast(device, enabled=False):
@@ -150,7 +151,7 @@ class LowPrecision:
         formats = module.formats(recipe, call.device, call.ranks)
         scale = module.channels[0] ** -0.5 if module.softmax_scale is None else module.softmax_scale
         problem = formats.problem(module.channels, call.dropout, call.device)
-        return formats.stage(module.module_name, problem, slots, recipe, scale, call, module.num_gqa_groups)
+        return formats.stage(module.module_name, problem, slots, recipe, scale, call)
 
 
 def delayed_slots(module: "DotProductAttention", call: Call) -> Slots:

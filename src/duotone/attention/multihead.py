@@ -16,6 +16,7 @@ from duotone.errors import UserError
 from duotone.modules import LayerNormLinear, Linear
 from duotone.modules.fused_module import ModuleGroup
 from duotone.numbered import ByName
+from duotone.pipeline.op import is_distributed
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
 from duotone.recipes.recipe import Recipe, RecipeLike, drop_dead
 from duotone.recipes.roles import QuantizerRole
@@ -122,6 +123,8 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
                 projection = LayerNormLinear(*features, name=below(name, role), **options, **norm)
             else:
                 projection = Linear(*features, name=below(name, role), **options)
+            if fused and len(kinds) > 1 and not heads.interleaved:
+                projection.row_order = "its rows go by kind; leave fuse_qkv_params and qkv_weight_interleaved out"
             setattr(self, attribute, projection)
             self._projections.append(attribute)
 
@@ -190,7 +193,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         self, recipe: Recipe, hidden: Tensor, encoder: Tensor | None, mask: Masks, masking: dict[str, Any]
     ) -> None:
         """Refuse a mask that does not fit before a projection moves a seed or a delayed scale."""
-        if self.proj.layout.sequence_parallel or hidden.dim() != len(self.qkv_format) - 1:
+        if self.proj.layout.sequence_parallel or hidden.dim() != len(self.qkv_format) - 1 or is_distributed(hidden):
             return  # only the projections know the gathered length, or refuse the input
         heads, width = self.heads.count, self.core_attention.channels[0]
         inputs = (hidden, hidden if encoder is None else encoder)
@@ -227,8 +230,21 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
             y = project(x, is_first_microbatch=first, fp8_output=fp8_output)
             if isinstance(y, tuple):
                 y, *normed = y
-            heads += self.heads.split(y, kinds)
+            local = self.heads.of_features(y.shape[-1], kinds)
+            if local is not self.heads:
+                self._check_norms()
+            heads += local.split(y, kinds)
         return heads + normed
+
+    def _check_norms(self) -> None:
+        """UserError if a norm of heads has parameters whose gradients would be those of this rank's heads alone."""
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None and not all(map(is_distributed, norm.parameters())):
+                axis = len(self.qkv_format) - 2
+                raise UserError(
+                    f"{self.core_attention.module_name}: each rank has some of the heads, and q_norm and k_norm have "
+                    f"plain parameters; give both SequenceParallel(sequence_dim={axis}, use_local_output=True)"
+                )
 
     def _place(self, heads: Tensor, norm: nn.Module | None, angles: Angles | None, cu_seqlens: Tensor | None) -> Tensor:
         """Norm and turn heads, in the order that `qk_norm_before_rope` says."""

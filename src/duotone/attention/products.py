@@ -136,9 +136,8 @@ class AttentionFormats:
         recipe: Recipe,
         scale: float,
         call: Call,
-        groups: int,
     ) -> AttentionStage:
-        """What runs a call. `slots` are those of tensors with delayed scales; `groups` counts the heads of keys."""
+        """What runs a call. `slots` are those of tensors with delayed scales."""
         forward = "" if problem.forward_refusal() else KERNEL
         backward = "" if problem.backward_refusal() else problem.backward_kernel
 
@@ -170,7 +169,6 @@ class AttentionFormats:
             forward_kernel=forward,
             backward_kernel=backward,
             fast=recipe.fprop_fast_accum,
-            groups=groups,
             ranks=ranks,
             call=call,
             is_stochastic=self.is_stochastic,

@@ -1,11 +1,10 @@
 """LayerNormLinear and LayerNormMLP: a norm, and one linear or two with an activation between them."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from duotone.errors import UserError
@@ -19,12 +18,17 @@ from duotone.pipeline.slot_roles import InnerBoundaryRoles
 from duotone.planned import boundary, extra_state
 from duotone.planned.linear import Linear
 from duotone.planned.planned import below
+from duotone.planned.split_parameters import fit_pieces
 from duotone.planned.weights import materialise
 from duotone.recipes.recipe import RecipeLike
 from duotone.recipes.roles import QuantizerRole, Site
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+HALVES = ("gate", "up")
+"""The pieces of fc1 with `split_gate`, in the order of its rows."""
 
 
 class LayerNormLinear(Linear):
@@ -35,7 +39,6 @@ class LayerNormLinear(Linear):
     """
 
     _norm: NormOp | None = None
-    distributes = ()  # type: ignore[assignment]  # styles would cut the norm with the linear
 
     def __init__(
         self,
@@ -81,6 +84,25 @@ class LayerNormLinear(Linear):
         more = self.return_bias or self.return_layernorm_output
         return None if more or type(self).forward is not LayerNormLinear.forward else self._ops
 
+    @property
+    def distributes(self) -> tuple[str, ...]:
+        return () if self.return_layernorm_output else super().distributes
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As Linear. Styles cut the parameters of the norm with those of the linear: here they become whole again."""
+        super().register_parameter(name, self._with_whole_norm(name, param))
+
+    def _with_whole_norm(self, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if not is_distributed(param):
+            return param
+        if any(placement.is_shard(1) for placement in param.placements):
+            raise UserError(f"{self.module_name} normalises whole rows; use ColwiseParallel, or a norm and a Linear")
+        if self._norm is None or name not in self._norm.names or name not in self.distributes:
+            return param  # type: ignore[return-value]
+        from duotone.pipeline.spread import whole  # loads DTensor
+
+        return nn.Parameter(whole(param), param.requires_grad)
+
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self._norm is not None:  # the constructor of Linear comes here first
@@ -93,8 +115,10 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
     `activation` is one of `duotone.dispatch.activations.ACTIVATIONS`; gated ones make fc1 twice as wide.
     `normalization` is "LayerNorm" or "RMSNorm", with the parameters `layer_norm_weight` and `layer_norm_bias`. fc1 and
     fc2 are Linear modules whose roles are named `<name>.fc1` and `<name>.fc2`; with `set_parallel_mode` fc1 is column-
-    and fc2 row-parallel. With `checkpoint` only the input is kept, and backward runs the forward again. State dicts
-    that name `fc1_weight` instead of `fc1.weight` load too.
+    and fc2 row-parallel. With `split_gate` the halves of a gated fc1 are parameters, `fc1.gate_weight` and
+    `fc1.up_weight` (and biases), which the styles of `parallelize_module` may cut. With `checkpoint` only the input is
+    kept, and backward runs the forward again. State dicts that name `fc1_weight` instead of `fc1.weight` load too, and
+    those with the other `split_gate`. UserError for `split_gate` without a gate.
     """
 
     checkpoint = False
@@ -124,6 +148,7 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         checkpoint: bool = False,
+        split_gate: bool = False,
         name: str = "",
         recipe: RecipeLike | None = None,
     ) -> None:
@@ -134,31 +159,28 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
         self._norm = NormOp(self, normalization, eps, zero_centered_gamma, "layer_norm_")
         self._norm.make_parameters(hidden_size, params_dtype, device)
         self._head = (self._norm, MakeExtraOutput()) if return_layernorm_output else (self._norm,)
-        linear = partial(
-            Linear,
-            bias=bias,
-            params_dtype=params_dtype,
-            device=device,
-            recipe=recipe,
-            tp_group=tp_group if set_parallel_mode else None,
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            delay_wgrad_compute=delay_wgrad_compute,
-        )
-        modes = ("column", "row") if set_parallel_mode else (None, None)
-        wide = ffn_hidden_size * (2 if self.activation.gated else 1)
-        names, fill = below(name, ("fc1", "fc2")), output_layer_init_method or init_method
-        self.fc1 = linear(hidden_size, wide, name=names[0], init_method=init_method, parallel_mode=modes[0])
-        self.fc2 = linear(
-            ffn_hidden_size,
-            hidden_size,
-            name=names[1],
-            init_method=fill,
-            parallel_mode=modes[1],
-            return_bias=return_bias,
-        )
+        linear: dict[str, Any] = {"bias": bias, "params_dtype": params_dtype, "device": device, "recipe": recipe}
+        linear |= {"tp_group": tp_group if set_parallel_mode else None, "tp_size": tp_size}
+        linear |= {"sequence_parallel": sequence_parallel, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
+        linear |= {"delay_wgrad_compute": delay_wgrad_compute}
+        names, modes = below(name, ("fc1", "fc2")), ("column", "row") if set_parallel_mode else (None, None)
+        first = {**linear, "name": names[0], "parallel_mode": modes[0], "init_method": init_method}
+        self.fc1 = self._first(hidden_size, ffn_hidden_size, split_gate, first)
+        linear |= {"init_method": output_layer_init_method or init_method, "return_bias": return_bias}
+        self.fc2 = Linear(ffn_hidden_size, hidden_size, name=names[1], parallel_mode=modes[1], **linear)
         self._wire(*names)
+
+    def _first(self, width: int, hidden: int, split_gate: bool, linear: dict[str, Any]) -> Linear:
+        """What the activation reads. UserError for `split_gate` without a gate."""
+        gated = self.activation.gated
+        if split_gate and not gated:
+            raise UserError(
+                f"split_gate is for gated activations, as swiglu; got {self.activation.kind!r}: leave it out"
+            )
+        fc1 = Linear(width, hidden * (1 + gated), parameters_split=HALVES if split_gate else None, **linear)
+        if gated and not split_gate:
+            fc1.row_order = "its rows are a gate and what it gates; build the module with split_gate=True"
+        return fc1
 
     @property
     def pipeline(self) -> tuple[Member, ...] | None:
@@ -185,11 +207,6 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
             outputs = run(ops, x, (), is_first_microbatch, self)
             y, *normalised = outputs if isinstance(outputs, tuple) else (outputs,)
             bias = [self.fc2.bias] if self.return_bias else []
-        elif self.activation.gated and is_distributed(self.fc1.weight) and self.fc1.weight.placements[0].is_shard():
-            raise UserError(
-                f"{self.fc1.module_name}: rows of a gated fc1 are two halves, and a style would give each rank rows of "
-                "one; build the module with set_parallel_mode and tp_group"
-            )
         else:  # hooks want to see calls, and what was put in the place of a linear may be no op
             y, normalised = run_modules(ops, x, (), is_first_microbatch, self)
             bias = [normalised.pop()] if self.return_bias else []
@@ -221,4 +238,6 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
                 old, new = f"{prefix}{part}_{kind}", f"{prefix}{part}.{kind}"
                 if old in state_dict and new not in state_dict:
                     state_dict[new] = state_dict.pop(old)
+        for kind in ("weight", "bias"):
+            fit_pieces(self.fc1, kind, state_dict, f"{prefix}fc1.", HALVES)
         super()._load_from_state_dict(state_dict, prefix, *args)

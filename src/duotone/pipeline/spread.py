@@ -5,7 +5,7 @@ torch's own redistribution sums and gathers activations. Here only the placement
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ class Spread(NamedTuple):
     mesh: "DeviceMesh"
     placement: Placement
     shape: tuple[int, ...]
+    of_pieces: bool = False
+    """Whether the last dimension is pieces, of each of which a rank has a part."""
 
     @property
     def dim(self) -> int | None:
@@ -68,14 +70,26 @@ def placement_of(x: DTensor, name: str) -> Placement:
     return placements[0]
 
 
+def whole(x: DTensor) -> DTensor:
+    """What all ranks hold of it together, on each of them."""
+    everywhere = [Replicate()] * x.device_mesh.ndim
+    return DTensor.from_local(x.full_tensor().detach(), x.device_mesh, everywhere, run_check=False)
+
+
 def run_spread(
-    ops: Sequence[Op], x: DTensor, extra: Sequence[object], first: bool | Tensor | None, owner: object
-) -> DTensor:
+    ops: Sequence[Op],
+    x: "DTensor | LocalPieces",
+    extra: Sequence[object],
+    first: bool | Tensor | None,
+    owner: object,
+) -> "DTensor | LocalPieces":
     """`run` for a DTensor: one op after the other, each on local tensors."""
     name = getattr(owner, "module_name", "") or type(owner).__name__
     if extra:
         raise UserError(f"{name} takes further inputs as local tensors beside a local tensor: pass to_local() of each")
     for one in ops:
+        if isinstance(x, LocalPieces):
+            raise UserError(f"{name}: an op takes no output of pieces that lie on ranks; give it to_local() of them")
         spread = Spread(x.device_mesh, placement_of(x, f"the input of {name}"), tuple(x.shape))
         output = one.spread(spread)
         # A sum over columns that are cut into shards is owed by whoever replicated the input.
@@ -86,7 +100,7 @@ def run_spread(
         y = pipeline.run((one,), local, (), first, owner, False, spread)
         if spread.dim and not spread.cuts_last and output.cuts_last:  # gathered: (ranks * first dimension, ...)
             y = y.unflatten(0, (-1, spread.shape[0])).movedim(0, spread.dim).flatten(spread.dim, spread.dim + 1)
-        x = from_local(y, output)
+        x = LocalPieces(y, name) if output.of_pieces else from_local(y, output)
     return x
 
 
@@ -103,6 +117,31 @@ def to_local(x: DTensor, gradient: Placement, stored: Placement | None = None) -
         return (dx if stored in (None, gradient) else dx.redistribute(placements=(stored,)),)
 
     return with_gradient(value, gradients, x)
+
+
+class LocalPieces:
+    """The part of a rank of each piece of an output (*lead, width), side by side.
+
+    No placement says how those of all ranks lie together, so this is no tensor. Styles of torch turn it into its local
+    tensor.
+    """
+
+    def __init__(self, local: Tensor, name: str) -> None:
+        self.local, self.name = local, name
+        self.placements = (Shard(local.dim() - 1),)
+
+    def redistribute(self, *, placements: Sequence[Placement], **options: object) -> Self:
+        """Itself, for shards of the last dimension. UserError for other placements."""
+        if tuple(placements) not in (self.placements, (Shard(-1),)):
+            raise UserError(
+                f"{self.name}: its output is pieces, of which each rank has a part, and cannot become {placements}; "
+                "give its style output_layouts=Shard(-1)"
+            )
+        return self
+
+    def to_local(self) -> Tensor:
+        """(*lead, width of this rank)."""
+        return self.local
 
 
 def from_local(y: Tensor, spread: Spread) -> DTensor:

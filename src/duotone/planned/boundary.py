@@ -7,10 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from duotone.errors import UserError
 from duotone.formats import IDENTITY
 from duotone.linear.plan import LinearPlan
 from duotone.pipeline.autograd import Outputs, Refused, with_gradient
-from duotone.pipeline.op import Op, info_of, run
+from duotone.pipeline.op import Op, info_of, is_distributed, run
 from duotone.planned.planned import Planned
 from duotone.state import seeds
 from duotone.tensor.context import QuantizeContext
@@ -26,8 +27,13 @@ def run_with_boundary(
 ) -> Outputs:
     """`run` of ops that end with `module`. `fp8_output` quantizes its output, `fp8_grad` the gradient of `x`.
 
-    Under a backward override the gradient stays as it is.
+    Under a backward override the gradient stays as it is. UserError for a DTensor.
     """
+    if is_distributed(x):
+        raise UserError(
+            f"{module.module_name}: a DTensor is not quantized at the boundary of a module; leave out fp8_output and "
+            "fp8_grad, and fp8_mha of the recipe"
+        )
     for quantizes, role, slot in (
         (fp8_output, module.output_quantizer_role, "output"),
         (fp8_grad, module.grad_input_quantizer_role, "grad_input"),

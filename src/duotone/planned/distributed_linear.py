@@ -10,7 +10,8 @@
 | Shard(-1) | Shard(1) | Shard(dim) | Shard(-1) |
 
 `dim` is not the last. In the last two rows codes are gathered, those of the input and of the gradient of the output;
-the last one takes a module whose `scatter_dim` is `dim`.
+the last one takes a module whose `scatter_dim` is `dim`. Of a weight in pieces (`parameters_split`) a rank has rows of
+each piece, so that no placement says how its columns of the output lie: `LocalPieces` hold them.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,9 +21,10 @@ from torch import Tensor
 from duotone.errors import UserError
 from duotone.linear.layout import GatheringShards, ScatteringShards, Sharded
 from duotone.pipeline.op import is_distributed, refuse_distributed
+from duotone.planned.split_parameters import joined, parameters_of
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor, Placement
+    from torch.distributed.tensor import Placement
 
     from duotone.pipeline.spread import Spread
     from duotone.planned.linear import PlannedLinear
@@ -44,8 +46,9 @@ def placed(module: "PlannedLinear", x: "Spread | None") -> Placed:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     x, weight = _on_one_mesh(module, x)
-    group, y = x.group, x._replace(shape=(*x.shape[:-1], module.linear_weight.shape[0]))
-    columns = y._replace(placement=Shard(x.last))
+    weights = parameters_of(module, "weight")
+    group, y = x.group, x._replace(shape=(*x.shape[:-1], sum(part.shape[0] for part in weights)))
+    columns = y._replace(placement=Shard(x.last), of_pieces=len(weights) > 1)
     match x.dim, weight:
         case None, Replicate():
             return Placed(Sharded(group), y, Replicate())
@@ -83,7 +86,7 @@ def _on_one_mesh(module: "PlannedLinear", x: "Spread | None") -> tuple["Spread",
     """How the input lies, and the placement of the weight on the same mesh. UserError where there is no such mesh."""
     from duotone.pipeline.spread import placement_of
 
-    name, weight = module.module_name, module.linear_weight
+    name, (weight, *others) = module.module_name, parameters_of(module, "weight")
     if not is_distributed(weight):
         refuse_distributed(module)
     if x is None:
@@ -95,12 +98,12 @@ def _on_one_mesh(module: "PlannedLinear", x: "Spread | None") -> tuple["Spread",
         raise UserError(f"{name}: DTensors give their gradients to autograd; leave fuse_ and delay_wgrad out")
     if weight.device_mesh != x.mesh:
         raise UserError(f"{name}: its weight is on {weight.device_mesh} and its input on {x.mesh}; use one mesh")
+    if any(not is_distributed(other) or other._spec.placements != weight.placements for other in others):
+        raise UserError(f"{name}: the pieces of its weight lie in different ways; give all of them one placement")
     return x, placement_of(weight, f"the weight of {name}")
 
 
-def local_operands(
-    module: "PlannedLinear", x: "Spread | None", weight: "DTensor", bias: Tensor | None
-) -> tuple[Sharded, Tensor, Tensor | None]:
+def local_operands(module: "PlannedLinear", x: "Spread | None") -> tuple[Sharded, Tensor, Tensor | None]:
     """The layout of a call and this rank's weight and bias, whose gradients become DTensors like the parameters."""
     from duotone.pipeline.spread import placement_of, to_local
 
@@ -109,10 +112,12 @@ def local_operands(
         for key, buffer in part._buffers.items():
             if is_distributed(buffer):
                 part._buffers[key] = buffer.to_local()
-    stored = placement_of(weight, f"the weight of {name}")
-    local = to_local(weight, call.gradient or stored, stored)
-    if bias is None:
-        return call.layout, local, None
-    if not is_distributed(bias) or placement_of(bias, f"the bias of {name}") != call.bias:
+    weights = [weight for weight in parameters_of(module, "weight") if is_distributed(weight)]
+    stored = placement_of(weights[0], f"the weight of {name}")
+    every = () if module.return_bias else parameters_of(module, "bias")
+    biases = [bias for bias in every if is_distributed(bias)]
+    if len(biases) < len(every) or any(placement_of(bias, f"the bias of {name}") != call.bias for bias in biases):
         raise UserError(f"{name}: beside a weight of {stored!r} its bias has to be a DTensor of {call.bias!r}")
-    return call.layout, local, to_local(bias, call.gradient or call.bias, call.bias)
+    weight = joined([to_local(weight, call.gradient or stored, stored) for weight in weights])
+    bias = [to_local(bias, call.gradient or call.bias, call.bias) for bias in biases]
+    return call.layout, weight, joined(bias) if bias else None

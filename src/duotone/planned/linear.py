@@ -14,7 +14,7 @@ from duotone.pipeline.op import Op, TensorInfo, is_distributed, require_fit, run
 from duotone.pipeline.stage import Stage
 from duotone.planned import boundary, delayed_states, distributed_linear
 from duotone.planned.planned import Planned, holds_codes
-from duotone.planned.split_parameters import Splits, is_split, joined, pieces, split_parameters
+from duotone.planned.split_parameters import Splits, is_split, lie_together, pieces, split_parameters, whole_of
 from duotone.planned.weights import initialise, keep_initialiser, quantize_weights
 from duotone.recipes.recipe import RecipeLike
 from duotone.state import seeds
@@ -84,14 +84,14 @@ class PlannedLinear(Planned):
         self, info: TensorInfo, is_first_microbatch: bool | Tensor | None
     ) -> tuple[Stage, TensorInfo, Tensor, Tensor | None]:
         weight: Tensor | None = self._parameters.get(self.stored_weight)  # past nn.Module's slow look-up
-        if weight is None:
-            weight = self.linear_weight
-        bias = None
-        if not self.return_bias:
-            bias = self._parameters["bias"] if "bias" in self._parameters else self.bias
-        layout = None
-        if type(weight) not in LOCAL and is_distributed(weight):
-            layout, weight, bias = distributed_linear.local_operands(self, info.spread, weight, bias)
+        layout = bias = None
+        if type(weight) not in LOCAL and is_distributed(self.weight_owners(0)[0]):
+            layout, weight, bias = distributed_linear.local_operands(self, info.spread)
+        else:
+            if weight is None:
+                weight = self.linear_weight
+            if not self.return_bias:
+                bias = self._parameters["bias"] if "bias" in self._parameters else self.bias
         require_fit(self, info, weight, bias)
         quantizer = quantizer_of(weight) if isinstance(weight, QuantizedTensor) else None
         stage = self.plans.stage(info, weight.requires_grad, quantizer, layout)
@@ -106,12 +106,15 @@ class PlannedLinear(Planned):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
-        if is_distributed(param):  # the styles of torch take every submodule of a linear for another linear
-            delayed_states.save(self)
-            self.forget_plans()
+        if not is_distributed(param):
+            return
+        delayed_states.save(self)  # the styles of torch take every submodule of a linear for another linear
+        self.forget_plans()
+        if is_split(self):
+            lie_together(self)
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        if self.saved_states and is_distributed(self._parameters.get("weight")):
+        if self.saved_states and any(map(is_distributed, self._parameters.values())):
             self.plans.prepare(self.recipe)  # states that `register_parameter` put aside
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -120,8 +123,9 @@ class PlannedLinear(Planned):
 
     @property
     def distributes(self) -> tuple[str, ...]:
-        whole = self.layout.mode is None and self.stored_weight and not is_split(self) and not holds_codes(self.weight)
-        return ("weight", "bias") if whole else ()
+        if self.layout.mode is not None or not self.stored_weight or holds_codes(self.weight_owners(0)[0]):
+            return ()
+        return tuple(self._parameters)
 
     def operands(
         self, stage: LinearStage, info: TensorInfo, extra: Sequence[object], weight: Tensor, bias: Tensor | None
@@ -196,7 +200,7 @@ class Linear(PlannedLinear, nn.Linear):
 
     def __getattr__(self, name: str) -> Any:
         if name in ("weight", "bias") and is_split(self) and name not in self._parameters:
-            return joined(pieces(self, name))
+            return whole_of(self, name)
         return super().__getattr__(name)
 
 

@@ -250,7 +250,7 @@ class Planner:
     ) -> PlannedStage:
         """The stage that all modules of equal content share in graphs, under its name."""
         module, plan = self.module, self.plan(recipe, call, mode)
-        module.require_whole(module.weights)
+        module.require_whole()
         for planner in alike:
             seeds.warn_of_load(planner.module, plan.seeds)
         members = range(len(module.weights))
@@ -319,7 +319,7 @@ class Planner:
         """
         module = self.module
         if call.layout is None:
-            module.require_whole(module.weights)
+            module.require_whole()
         plans = self.bind(self.plan(recipe, call, mode), group, mode)
         seeds.warn_of_load(module, plans[0].seeds)
         if recorded is None:

@@ -1,4 +1,7 @@
-"""parameters_split: pieces of one weight become parameters that stay views of one buffer."""
+"""parameters_split: pieces of one weight become parameters that stay views of one buffer.
+
+Where pieces are DTensors, those of a rank share a buffer too, and its weight is its rows of each piece.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +13,7 @@ from duotone.dispatch.graph_patterns import find_patterns
 from duotone.dispatch.produced_ops import rows_below
 from duotone.errors import UserError
 from duotone.pipeline.autograd import with_gradient
+from duotone.pipeline.op import is_distributed
 
 if TYPE_CHECKING:
     from duotone.planned.linear import Linear
@@ -59,13 +63,56 @@ def is_split(module: nn.Module) -> bool:
 
 
 def pieces(module: nn.Module, kind: str) -> tuple[nn.Parameter, ...]:
-    """The parameters that the "weight" or the "bias" is split into."""
+    """The parameters that the "weight" or the "bias" is split into; none of a bias that is not there."""
+    if kind in module._parameters:
+        return ()
     names = [f"{name}_{kind}" for name in module.__dict__["_split_names"]]
     return tuple(parameter for name in names if (parameter := tensors_of(module, name)[name]) is not None)
 
 
+def parameters_of(module: nn.Module, kind: str) -> tuple[nn.Parameter, ...]:
+    """The parameters that the "weight" or the "bias" of a linear is, or is split into; none of an absent bias."""
+    if is_split(module):
+        return pieces(module, kind)
+    parameter = module._parameters.get(kind)
+    return () if parameter is None else (parameter,)
+
+
+def whole_of(module: nn.Module, kind: str) -> Tensor:
+    """The "weight" or the "bias" whose pieces these are. Of DTensors an outline: NaN everywhere, and not writable."""
+    parts = pieces(module, kind)
+    first = parts[0]
+    if not is_distributed(first):
+        return joined(parts)
+    rows = sum(part.shape[0] for part in parts)
+    with torch.inference_mode():
+        nothing = torch.full((), torch.nan, dtype=first.dtype, device=first.device, requires_grad=first.requires_grad)
+        return nothing.expand(rows, *first.shape[1:])
+
+
+def lie_together(module: nn.Module) -> None:
+    """Put what this rank holds of pieces that are DTensors into one buffer, so that `joined` copies nothing."""
+    for kind in ("weight", "bias"):
+        parts = [part for part in pieces(module, kind) if is_distributed(part)]
+        local = [part._local_tensor.detach() for part in parts]
+        rows = rows_below(local).split([part.shape[0] for part in local]) if local else ()
+        for part, piece in zip(parts, rows, strict=True):
+            part._local_tensor = piece
+
+
+def fit_pieces(module: nn.Module, kind: str, state_dict: dict[str, Tensor], prefix: str, names: Sequence[str]) -> None:
+    """Let a linear in equal pieces load the "weight" or "bias" of one that is whole, and the other way round."""
+    one, parts = f"{prefix}{kind}", [f"{prefix}{name}_{kind}" for name in names]
+    if is_split(module) and one in state_dict:
+        state_dict.update(zip(parts, state_dict.pop(one).chunk(len(parts)), strict=True))
+    elif not is_split(module) and all(part in state_dict for part in parts):
+        state_dict[one] = torch.cat([state_dict.pop(part) for part in parts])
+
+
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """As `rows_below`, with gradients."""
+    if len(parts) == 1:
+        return parts[0]
     if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         find_patterns()
         return torch.cat(list(parts))  # a trace knows no addresses; the op of a cast does

@@ -258,6 +258,8 @@ class ShardedParameters:
     """Whether FSDP2 gathers planes of plain weights."""
     distributes: tuple[str, ...] = ()
     """The parameters that may become DTensors by something else than FSDP2."""
+    row_order = ""
+    """Why ranks must not cut the rows of the weight, and what to do; "" if they may."""
 
     def __setattr__(self, name: str, value: object) -> None:
         """As nn.Module. FSDP2 sets shards and whole parameters in turn, where this is not nn.Module's `__setattr__`."""
@@ -269,8 +271,11 @@ class ShardedParameters:
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As nn.Module. UserError if a parameter that must stay plain would become a DTensor."""
-        if is_distributed(param) and not is_distributed(self._parameters.get(name)) and name not in self.distributes:
-            self._refuse(name)
+        if is_distributed(param) and not is_distributed(self._parameters.get(name)):
+            if name not in self.distributes:
+                self._refuse(name)
+            if self.row_order and any(placement.is_shard(0) for placement in param.placements):
+                raise UserError(f"{self.__dict__['module_name']}: {self.row_order}")
         super().register_parameter(name, param)  # type: ignore[misc]
 
     def register_load_state_dict_post_hook(self, hook: Callable[..., object]) -> object:
@@ -280,10 +285,11 @@ class ShardedParameters:
         send_planes(self)  # type: ignore[arg-type]
         return super().register_load_state_dict_post_hook(hook)  # type: ignore[misc]
 
-    def require_whole(self, weights: Iterable[Tensor]) -> None:
-        """UserError if a weight is a DTensor in a forward. FSDP2 has gathered its weights by then."""
-        if any(is_distributed(weight) for weight in weights):
-            self._refuse("weight")
+    def require_whole(self) -> None:
+        """UserError if a parameter is a DTensor in a forward. FSDP2 has gathered its parameters by then."""
+        for name, parameter in self._parameters.items():
+            if is_distributed(parameter):
+                self._refuse(name)
 
     def _refuse(self, name: str) -> None:
         raise UserError(
