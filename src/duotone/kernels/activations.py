@@ -1,8 +1,9 @@
-"""What a cast kernel computes itself: activations and their gradients, which a second kernel computes too, and norms.
+"""What a cast kernel computes itself: norms, activations and their gradients. A second kernel computes only these.
 
 `activated` and `slope` take fp32 values of a narrower dtype and round to it wherever eager torch would, with its
-arithmetic. GELU alone is faster and has not torch's bits. Its exponential is the hardware's, good to about 2^-21, so a
-result next to a tie may round to the other neighbour. Far below 0, where torch cancels in 1 + tanh, digits differ.
+arithmetic. Only GELU does not have torch's bits, because it is faster. It takes the hardware's exponential, which is
+good to about 2^-21, so a result next to a tie may round to the other neighbour. Far below 0, where torch cancels in
+1 + tanh, digits differ.
 The kernel that computes a norm alone (`kernels/norms.py`) has the same arithmetic, `affine`, and so the same bits.
 """
 
@@ -25,7 +26,7 @@ GELU, RELU, SRELU, SILU = (tl.constexpr(i) for i in range(4))
 ACTIVATIONS = {"gelu": GELU.value, "relu": RELU.value, "srelu": SRELU.value, "silu": SILU.value}
 
 NOTHING, VALUE, GATED, SLOPE, GATED_SLOPE, NORMED = (tl.constexpr(i) for i in range(6))
-"""What is made of the inputs: x as it is; f(x); f(a) b of x = [a, b]; the gradients of the two; the norm of x."""
+"""What is computed from the inputs: x itself; f(x); f(a) b of x = [a, b]; the gradients of these two; the norm of x."""
 
 BETA, KAPPA = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
 EXPONENT = tl.constexpr(-2 * BETA.value * 1.4426950408889634)
@@ -75,9 +76,9 @@ def sigmoid_and_silu(x, DTYPE: tl.constexpr):
     """1 / d and x / d of d = 1 + exp(-x).
 
     Narrow inputs avoid the branches of a division, which keep instructions from overlapping. They take one of Newton's
-    steps for the reciprocal and one for the quotient (Markstein), by d / 2^32 so that no reciprocal is subnormal. Both
-    are rounded to nearest, except next to x = 0, where one is an ulp off. Values and gradients of normal size round as
-    if it were not: all of those inputs were checked.
+    steps for the reciprocal and one for the quotient (Markstein). They divide by d / 2^32, so that no reciprocal is
+    subnormal. Both are rounded to nearest, except next to x = 0, where one is off by an ulp. This changes no value and
+    no gradient of normal size: all of those inputs were checked.
     """
     d = 1.0 + libdevice.exp(-x)
     if DTYPE == tl.float32:
@@ -126,7 +127,7 @@ def slope(dy, x, ACT: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def affine(centred, rstd, gamma, beta):
-    """centred rstd gamma + beta, without what is None. The last two steps round once, in whatever kernel this is."""
+    """centred rstd gamma + beta, without what is None. The last two steps round once, in every kernel alike."""
     result = centred * rstd
     if beta is not None:
         result = tl.fma(result, gamma, beta)
@@ -165,7 +166,7 @@ def normed(x, norm, row, m, k, M, K, inside, DTYPE: tl.constexpr):
 
 @triton.jit
 def produced(x, z, norm, row, m, k, M, K, inside, WHAT: tl.constexpr, ACT: tl.constexpr):
-    """Elements (row + m, k) of the matrix (M, K) that is made of x, and for a gradient of dy = x and the input z.
+    """Elements (row + m, k) of the matrix (M, K) that follows from x; of a gradient, from dy = x and the input z.
 
     `row` is 64-bit: a tile may start beyond 2^31 elements, and offsets inside of it stay below. `norm` is that of
     `normed`.
@@ -220,9 +221,9 @@ def produce_kernel(
 
 
 class FusedProducer(NamedTuple):
-    """A matrix (M, K) that is not there yet: `what` of the activation `act` over x, and z; or the norm of x.
+    """A matrix (M, K) that is not computed yet: `what` of the activation `act` over x and z, or the norm of x.
 
-    For a norm, `act` says which of mean, gamma and beta there are.
+    For a norm, `act` says which of mean, gamma and beta exist.
     """
 
     what: int
@@ -234,7 +235,7 @@ class FusedProducer(NamedTuple):
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
-        """What backward needs besides the inputs: there once the matrix is made, or encoded on the way."""
+        """What backward needs besides the inputs. It exists once the matrix was computed or encoded."""
         return () if self.norm is None else self.norm.saved
 
     @property

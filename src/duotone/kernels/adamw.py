@@ -1,8 +1,8 @@
 """AdamW over fp32 masters in one pass: `duotone.optim.update` in kernels, bit for bit, and the weight with it.
 
-A step reads gradient, moments and master and writes moments and master, 26 bytes an element under a bf16 gradient; a
-bf16 weight takes 2 more, both planes of an FP8 weight whose scale is given 2 more. No product and sum become one
-operation, quotients and roots are IEEE's, so that every operation rounds as torch's does.
+A step reads gradient, moments and master, and writes moments and master: 26 bytes an element under a bf16 gradient. A
+bf16 weight takes 2 more bytes, and so do both planes of an FP8 weight with a delayed scale. Every operation rounds as
+torch's does: no product and sum become one operation, and quotients and roots are IEEE's.
 """
 
 import functools
@@ -28,7 +28,7 @@ All are contiguous, and of one size.
 """
 
 CHUNK, TILE = 1024, (64, 128, 8)
-"""Elements of a program; rows, columns and warps of one that writes planes."""
+"""Elements of a program; rows, columns and warps of a program that writes planes."""
 UNFUSED = {"enable_fp_fusion": False}
 
 
@@ -45,7 +45,7 @@ def updated(g, m, v, p, rates):
 
 @triton.jit
 def stepped(grad, exp_avg, exp_avg_sq, master, start, i, inside, rates):
-    """The new master at start + i, where everything is stored; `start` is 64-bit."""
+    """The new master at start + i. It, and the new moments, are stored; `start` is 64-bit."""
     m, v, p = updated(
         wide(grad + start, i, inside),
         wide(exp_avg + start, i, inside),
@@ -94,7 +94,7 @@ def adamw_cast_kernel(
 ):  # fmt: skip
     """One tile of (M, K): the step, then the codes of the new master under `scale`.
 
-    Where it MARKS, infinities are NaN.
+    With MARKS, infinities become NaN.
     A plane whose buffers are None is not written. The amax of the tile goes into `live` unless that is None. As in
     `cast_kernel`, a thread holds four rows below each other.
     """
@@ -130,7 +130,7 @@ def adamw_cast_kernel(
 
 
 class Target(NamedTuple):
-    """Where a step writes planes: codes, contiguous uint8 (M, K) and (K, M), and scales fp32 (1,), None where absent.
+    """Where a step writes planes: codes, contiguous uint8 (M, K) and (K, M), and scales, fp32 (1,). Some may be None.
 
     `element` and `codec` are those of the format, `scale` is the encode scale, fp32 (1,), and `live` the bits of the
     amax to enlarge, int32 (1,).

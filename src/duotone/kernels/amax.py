@@ -15,14 +15,14 @@ from duotone.allocate import allocator, empty_cuda
 from duotone.kernels.launch import Launch, kernel
 
 PARTIALS = 512
-"""Programs of `tensor_amax` at most; whoever uses the result takes the maximum of its partial ones."""
+"""The most programs of `tensor_amax`. Each leaves one partial amax, and the reader takes their maximum."""
 CHUNK, WALKS = 8192, 64
 CENSUS_PROGRAMS, CENSUS_CHUNK = 1024, 4096
 LINES, ACROSS, WARPS = 16, 256, 2
 ALIGNED = 4
 """fp32 values between addresses that kernels may take as aligned."""
 SPANS = (512, 256, 128, 64)
-"""Rows that one program of `line_amax` walks down: fewer where there would be less than LEAST_PROGRAMS programs."""
+"""Rows that one program of `line_amax` walks down: the most that leave LEAST_PROGRAMS programs, else the fewest."""
 LEAST_PROGRAMS = 1024
 
 
@@ -34,14 +34,14 @@ def nan_to_zero(value):
 
 @triton.jit
 def record(live, below):
-    """Enlarge `live` to the amax of a tile; most tiles find a larger one there and leave the address alone."""
+    """Raise `live` to the amax of a tile. Most tiles read a larger one and do not write."""
     largest = nan_to_zero(tl.max(tl.max(below, axis=1), axis=0)).to(tl.int32, bitcast=True)
     tl.atomic_max(live, largest, mask=largest > tl.load(live), sem="relaxed")
 
 
 @triton.jit
 def larger(a, b, NAN: tl.constexpr):
-    """The maximum; NaN is dropped, or, where NAN, stays."""
+    """The maximum. NaN is dropped; with NAN it stays."""
     if NAN:
         result = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     else:
@@ -51,7 +51,7 @@ def larger(a, b, NAN: tl.constexpr):
 
 @triton.jit
 def amax_along(magnitude, axis: tl.constexpr, NAN: tl.constexpr):
-    """The largest magnitudes along an axis; NaN is dropped, or infinite where NAN.
+    """The largest magnitudes along an axis. NaN is dropped; with NAN it counts as infinite.
 
     Magnitudes order like their bits, and NaN is above infinity.
     """
@@ -65,8 +65,8 @@ def amax_along(magnitude, axis: tl.constexpr, NAN: tl.constexpr):
 
 @kernel
 def tensor_amax_kernel(x, partial, N, CHUNK: tl.constexpr, NAN: tl.constexpr):
-    """Each program walks over every P-th chunk of N elements and leaves one amax; NaN counts as 0, or as infinite where
-    NAN."""
+    """Each program walks over every P-th chunk of N elements and leaves one amax. NaN counts as 0, or with NAN as
+    infinite."""
     i = tl.arange(0, CHUNK)
     largest = tl.zeros([CHUNK], tl.float32)
     step = tl.num_programs(0).to(tl.int64) * CHUNK
@@ -120,7 +120,7 @@ def tensor_census_kernel(x, counts, N, CHUNK: tl.constexpr):
 
 @kernel
 def line_amax_kernel(x, rows, cols, M, K, TM: tl.constexpr, TK: tl.constexpr, SPAN: tl.constexpr, NAN: tl.constexpr):
-    """amax of rows and of columns into int32 bits that start at 0; NaN counts as 0, or as infinite where NAN.
+    """amax of rows and of columns into int32 bits that start at 0. NaN counts as 0; with NAN as infinite.
 
     A program walks down SPAN rows; columns are reduced once, at its end, and a row lies within one warp.
     """
@@ -152,7 +152,7 @@ _LINES = {
 
 
 def tensor_amax(x: Tensor, nan: bool = False) -> Tensor:
-    """fp32 (P,), P at most PARTIALS: partial amaxes of contiguous `x`. NaN counts as 0, or with `nan` as infinite."""
+    """fp32 (P,), P at most PARTIALS: partial amaxes of contiguous `x`. NaN counts as 0; with `nan` as infinite."""
     count = x.numel()
     programs = min(-(-count // CHUNK), PARTIALS)
     partial = allocator(x)((programs,), (1,), torch.float32)
@@ -170,13 +170,13 @@ def amaxes(matrices: Sequence[Tensor]) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _table(places: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """Addresses and sizes on the device. Parameters keep theirs, so that a copy, which waits, is rare."""
+    """Addresses and sizes on the device. A copy to it waits, but is rare: parameters keep their addresses."""
     return torch.tensor(places, dtype=torch.int64, device=device)
 
 
 def tensor_census(x: Tensor, counts: Tensor) -> None:
-    """Enter contiguous `x` into `counts`, int64 (3,), which begins with zeros: the bits of the largest finite magnitude
-    as fp32, and how many elements are NaN and infinite."""
+    """Add contiguous `x` to `counts`, int64 (3,), which starts as zeros: the bits of the largest finite magnitude as
+    fp32, the number of NaN, and the number of infinities."""
     _CENSUS(min(-(-x.numel() // CENSUS_CHUNK), CENSUS_PROGRAMS), (x, counts), (x.numel(),))
 
 

@@ -1,4 +1,4 @@
-"""FP8 attention, forward: softmax(Q K^T) V over codes with one scale per tensor, in blocks of keys from the last on."""
+"""FP8 attention, forward: softmax(Q K^T) V of codes with one scale per tensor, in blocks of keys from the last one."""
 
 import functools
 
@@ -15,8 +15,8 @@ P_SCALE = 256.0
 """The scale of probabilities without a delayed one: the largest power of two that cannot overflow E4M3."""
 
 TILES = {True: (64, 128, 4), False: (64, 64, 4)}
-"""Queries and keys of a tile, and warps, by whether sums are fast: the fastest of five on an H200 from 8192 tokens on.
-Sums of more bits take a second accumulator, for which larger tiles have no registers."""
+"""Queries and keys of a tile, and its warps, by whether sums are fast. They are the fastest of five on an H200, from
+8192 tokens on. Sums of more bits take a second accumulator, for which larger tiles have no registers."""
 WIDE_TILES = {True: (64, 64, 4), False: (64, 64, 8)}
 """The tiles of heads wider than 128: the fastest of four for fast sums."""
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -24,13 +24,13 @@ Options = tuple[float, bool, bool, torch.dtype]
 """The scale of scores, whether a call is causal, whether sums may have fewer bits, and the dtype of results."""
 
 ALIGNED: tl.constexpr = tl.constexpr(16)
-"""Tokens of a batch start at multiples of it where FP8 codes lie along tokens."""
+"""If FP8 codes lie along tokens, the tokens of each batch start at a multiple of this."""
 
 LEAST: tl.constexpr = tl.constexpr(1e-37)
-"""What scores are multiplied by at least; -inf times 0 is NaN."""
+"""The least factor of scores. It is above 0, because -inf times 0 is NaN."""
 
 IMPRECISE = 32
-"""Products that Hopper may add up with fewer bits where accumulation is not fast."""
+"""How many products Hopper may add up with fewer bits if accumulation is not fast."""
 
 
 @triton.jit
@@ -55,8 +55,8 @@ def ends_of(at, rows, T_OUTER, distance):
 
 @triton.jit
 def sight(spans, mask, step, rows, b, T_OUTER, T, BN: tl.constexpr, CAUSAL: tl.constexpr, OF_KEYS: tl.constexpr):
-    """The first token that each row sees, and the one behind the last: of spans, or else of all or the causal ones.
-    Then steps of BN tokens: all rows see all of them in [edge, full), and some in [first, edge) and [full, last).
+    """The first token that each row sees and the one after the last: from spans, or else all tokens or the causal ones.
+    Then steps of BN tokens: in [edge, full) all rows see all tokens, in [first, edge) and [full, last) some of them.
 
     Rows are queries that see keys, or keys and the queries that see them. Spans are (batch or 1, 2, queries + keys), or
     (batch or 1, 4, ...) with a mask: then a row sees tokens between the last two.
@@ -78,7 +78,7 @@ def sight(spans, mask, step, rows, b, T_OUTER, T, BN: tl.constexpr, CAUSAL: tl.c
 
 @triton.jit
 def seen_by(mask, sees, tokens):
-    """Bool (rows, tokens): a row sees tokens in [low, high), or what a mask, bool by bytes, has of them."""
+    """Bool (rows, tokens): a row sees tokens in [low, high). With a mask, bool as bytes, only those that it marks."""
     low, high, rows, of_row, of_token = sees
     seen = (tokens[None, :] >= low[:, None]) & (tokens[None, :] < high[:, None])
     if mask is not None:
@@ -126,7 +126,7 @@ def attend_kernel(
     rows, d = m * BM + tl.arange(0, BM), tl.arange(0, D)
     place = ((b.to(tl.int64) * TQ + rows) * H + h)[:, None] * D + d[None, :]
     qt = tl.load(q + place, mask=rows[:, None] < TQ, other=0.0)
-    # The largest score is that of the largest product, so the factor is above 0.
+    # the factor is above 0, so that the largest product has the largest score
     qt = tl.where(scale < 0.0, -qt.to(tl.float32), qt.to(tl.float32)).to(qt.dtype)
     factor = tl.load(q_scale) * tl.load(k_scale) * tl.abs(scale) * LOG2E
     factor = tl.where(factor < LEAST, LEAST, factor)
@@ -169,7 +169,7 @@ def by_columns(x: Tensor, tokens: int) -> Described:
 
 
 def steps_between(spans: Tensor | None, mask: Tensor | None) -> tuple[int, int, int, int]:
-    """How far spans of two batches lie apart, and those of the mask's batches, heads and queries."""
+    """The stride of the batches of spans, and the strides of the mask's batches, heads and queries."""
     step = 0 if spans is None or spans.shape[0] == 1 else spans.stride(0)
     if mask is None:
         return step, 0, 0, 0
@@ -188,7 +188,7 @@ def _launch(
     tiles: tuple[int, int, int],
     variant: tuple[bool, ...],
 ) -> Launch:
-    """`variant`: whether calls have a `p_scale`, spans and a mask, which is so in all calls of a launch."""
+    """`variant` says whether calls have a `p_scale`, spans and a mask. All calls of a launch are alike in this."""
     queries, keys, warps = tiles
     constants = {
         "H": heads, "G": groups, "D": width, "BM": queries, "BN": keys, "CAUSAL": causal,
@@ -209,11 +209,12 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """The output (batch, queries, heads, width), and fp32 log-sum-exp (batch, heads, queries).
 
-    Codes are float8_e4m3fn: of query (batch, queries, heads, width), of key (batch, keys, groups, width), and of value
-    (groups, width, batch, keys). `scales` are what codes are multiplied by, fp32 (1,), and `p_scale` what probabilities
-    are. `spans`, int32 (batch or 1, 2, queries + keys), are the first key that each query sees and the one behind the
-    last, then the queries that see each key; None is all keys, or the causal ones. `mask`, bool (batch or 1, heads or
-    1, queries or 1, keys) of dense keys, says which of those are seen.
+    - Codes are float8_e4m3fn: query (batch, queries, heads, width), key (batch, keys, groups, width), value (groups,
+      width, batch, keys).
+    - `scales` multiply the codes, fp32 (1,) each; `p_scale` multiplies the probabilities.
+    - `spans`, int32 (batch or 1, 2, queries + keys): the first key that each query sees and the one after the last,
+      then the same of the queries that see each key. None: all keys, or the causal ones.
+    - `mask`, bool (batch or 1, heads or 1, queries or 1, keys), with keys next to each other: which keys are seen.
     """
     (q, k, v), (scale, causal, fast, dtype) = codes, options
     (batch, queries, heads, width), (keys, groups) = q.shape, k.shape[1:3]

@@ -7,8 +7,8 @@
     dK = dS^T Q    reads the columnwise plane of the query in FP8, else its rows
 
 Tensor cores read FP8 along the sum, so a sum over tokens needs a columnwise plane. P and dS exist in registers alone.
-One launch computes the gradients of keys and values, another one that of queries, so S and dP are computed twice. No
-sum is atomic, so bits repeat.
+One launch computes the gradients of keys and values, another one those of queries, so S and dP are computed twice. No
+sum is atomic, so every run has the same bits.
 """
 
 import functools
@@ -40,7 +40,7 @@ Tiles = tuple[int, int, int, int]
 """Tokens whose gradients a program computes, tokens of a step of its loop, warps, and stages of loads."""
 
 CHUNK: tl.constexpr = tl.constexpr(64)
-"""Steps after which a sum of FP8 products is added to another one. Hopper adds them up with fewer bits."""
+"""Steps after which a sum of FP8 products is added to a sum in fp32, because Hopper adds them up with fewer bits."""
 
 P_SCALES = {None: 1.0, torch.float8_e4m3fn: P_SCALE, torch.float8_e5m2: 2.0**15}
 """The scale of probabilities without a delayed one, by their format."""
@@ -78,7 +78,7 @@ def _limit(fmt):
 
 @triton.jit
 def _fitted(ds, acc, peak, FMT: tl.constexpr):
-    """dS as its format takes it, by the largest |dS| of each row so far; a sum in these units, and the new largest."""
+    """dS in its format, under the largest |dS| of each row so far; the sum in these units; the new largest |dS|."""
     now = tl.maximum(peak, tl.max(tl.abs(ds), 1))
     by = tl.where(now > 0.0, _limit(FMT) / now, 1.0)
     rescale = tl.where(now > 0.0, peak / now, 1.0)
@@ -87,7 +87,7 @@ def _fitted(ds, acc, peak, FMT: tl.constexpr):
 
 @triton.jit
 def _weights(outer, inner, logs, mask, sees, tokens, factor, MASKED: tl.constexpr, FEW: tl.constexpr):
-    """Probabilities (outer tokens, tokens), where one are keys and the other queries."""
+    """Probabilities (outer tokens, tokens). Either the outer tokens are keys and the others queries, or the reverse."""
     weights = tl.exp2(tl.dot(outer, tl.trans(inner), max_num_imprecise_acc=FEW) * factor - logs)
     if MASKED:
         weights = tl.where(seen_by(mask, sees, tokens), weights, 0.0)
@@ -209,7 +209,7 @@ def queries_kernel(
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
     FEW: tl.constexpr, P: tl.constexpr, FMT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of BM queries of one of H heads, as `keys_kernel`. `peaks` are the largest |dS| of each program."""
+    """The gradients of BM queries of one of H heads, like `keys_kernel`. `peaks`: the largest |dS| of each program."""
     blocks = tl.cdiv(TQ, BM)
     across = tl.num_programs(0) // blocks
     block, head = blocks - 1 - tl.program_id(0) // across, tl.program_id(0) % across
@@ -273,7 +273,7 @@ def delta_kernel(
 
 
 class Operand(NamedTuple):
-    """Values of a plane, and what they are multiplied by, fp32 (1,) or None."""
+    """Values of a plane, and the factor that they are multiplied by: fp32 (1,), or None."""
 
     values: Tensor
     scale: Tensor | None
@@ -282,7 +282,7 @@ class Operand(NamedTuple):
 class BackwardOperands(NamedTuple):
     """What the products of backward read: planes for sums over the width of heads, and for sums over their tokens.
 
-    FP8 of a sum over tokens is (heads, width, batch, tokens); all else is (batch, tokens, heads, width).
+    FP8 planes for sums over tokens are (heads, width, batch, tokens), all others (batch, tokens, heads, width).
     """
 
     q_row: Operand
@@ -313,7 +313,7 @@ class Logs(NamedTuple):
 
 @functools.cache
 def _launch(function: Kernel, constants: tuple[tuple[str, object], ...], tiles: Tiles, variant: object) -> Launch:
-    """`variant`: dtypes, and which tensors are None. A launch has the same ones in all of its calls."""
+    """`variant`: dtypes, and which tensors are None. These are the same in all calls of a launch."""
     return function.bind({"BM": tiles[0], "BN": tiles[1], **dict(constants)}, *tiles[2:])
 
 
@@ -351,9 +351,9 @@ def prepared(do: Operand, out: Operand, lse: Tensor, weights: Weights) -> Logs:
 
 
 def tiles_for(x: BackwardOperands, weights: Weights, is_hopper: bool = True) -> tuple[Tiles, Tiles]:
-    """Of the launches for keys and for queries: the fastest on an H200 at 16384 tokens, for heads of at most 128.
+    """The tiles of the launches for keys and for queries: the fastest on an H200 at 16384 tokens.
 
-    sm100 has no registers for them where each row of dS has a scale in FP8 and queries are in high precision.
+    sm100 has too few registers for them if each row of dS has a scale in FP8 and queries are in high precision.
     """
     is_wide, high = x.v_row.values.shape[-1] > 128, x.do_row.values.dtype not in ELEMENTS
     if not is_hopper and high and weights.ds is not None and x.q_col.values.dtype not in ELEMENTS:

@@ -1,7 +1,7 @@
 """The cast of a contiguous matrix (M, K) to one plane or to both, in one read.
 
-A plane's scale is given (delayed), follows from amaxes taken before (per tensor, per row), or from the tile itself
-(blocks).
+The scale of a plane comes from outside (delayed), from amaxes that an earlier kernel took (per tensor, per row), or
+from the tile itself (blocks).
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from duotone.kernels.tiles import cast_kernel
 
 
 class PlaneSpec(NamedTuple):
-    """What the kernel has to know of a plane's format; blocks are (rows, cols) of the plane, 0 for the whole extent."""
+    """What the kernel has to know of a plane's format. Blocks are (rows, cols) of the plane; 0 is the whole extent."""
 
     element: torch.dtype | str
     """A key of `kernels.elements.ELEMENTS`."""
@@ -50,9 +50,9 @@ class Buffers(NamedTuple):
     scale: tuple[int, ...]
     scale_stride: tuple[int, ...]
     dtype: torch.dtype
-    """That of scales."""
+    """Of the scales."""
     element: torch.dtype
-    """That of codes which are `typed`; others are uint8."""
+    """Of `typed` codes; others are uint8."""
 
     def allocations(self, typed: bool, shares_scale: bool) -> Allocations:
         """Size, stride and dtype of the codes, and of the scales unless another plane has them."""
@@ -62,13 +62,13 @@ class Buffers(NamedTuple):
 
 
 LINEAR, NARROW, BLOCKED = (64, 128, 4), (32, 128, 1), (128, 128, 4)
-"""Tiles and warps: one scale or one per line, blocks of at most 32 in both directions, wider ones."""
+"""Tiles and warps for one scale or one per line, for blocks of at most 32 in both directions, and for wider blocks."""
 
 ACTIVATED = {LINEAR: (64, 64, 4), NARROW: (32, 128, 2), BLOCKED: (128, 128, 4)}
 """The tiles of activations and their gradients, which take registers."""
 
 GATED = {LINEAR: (64, 64, 4), NARROW: (32, 128, 4), BLOCKED: (128, 128, 8)}
-"""The tiles of gated gradients, two to a program."""
+"""The tiles of gated gradients. A program has two."""
 
 
 SHAPES = 1024
@@ -78,9 +78,10 @@ Scales = tuple[Tensor | None, Tensor | None]
 
 
 class Cast:
-    """The cast to a rowwise plane, a columnwise plane, or both; `shared` where the second is the first, transposed.
+    """The cast to a rowwise plane, a columnwise plane, or both. `shared`: the second is the first one, transposed.
 
-    With `propagate`, infinities become NaN codes under a given scale, and else NaN scales; without it they saturate.
+    With `propagate`, infinities become NaN codes under a scale from outside, and NaN scales otherwise. Without it they
+    saturate.
     """
 
     def __init__(self, row: PlaneSpec | None, col: PlaneSpec | None, shared: bool, propagate: bool = True) -> None:
@@ -107,9 +108,10 @@ class Cast:
     ) -> tuple[MaybeParts, MaybeParts]:
         """The parts of both planes of contiguous (M, K). `scales` are those of delayed planes, fp32 (1,).
 
-        `live`, the bits of an fp32 amax as int32 (1,), becomes that of x if this is larger. If x is a shard,
-        amaxes of the sharded dimension are those of all shards. `amax` are partial amaxes of x, if they are known.
-        With `typed`, codes have the dtype of the element, if torch has it, instead of uint8.
+        - `live`: the bits of an fp32 amax as int32 (1,). It rises to the amax of x.
+        - `shard`: x is a shard. Amaxes of the sharded dimension are those of all shards.
+        - `amax`: partial amaxes of x, if they are known.
+        - `typed`: codes have the dtype of the element, if torch has it, instead of uint8.
         """
         count, key = 0, None
         if shard is None and amax is None:
@@ -164,10 +166,10 @@ class Cast:
         scales: Scales = (None, None),
         live: Tensor | None = None,
     ) -> bool:
-        """As a call, over the parts of planes. If `noop`, int32 (1,) on the device, is not 0, nothing is written or
-        recorded. A scale that follows from the amax of the matrix costs a read of it all the same.
+        """Like a call, but over the parts of planes. If `noop`, int32 (1,) on the device, is not 0, nothing is written
+        or recorded. The matrix is still read if a scale follows from its amax.
 
-        False, and nothing happens, if the parts do not lie as the cast writes them.
+        Returns False, and changes nothing, if the parts do not lie as the cast writes them.
         """
         (m, k), count = x.shape, 0
         launch, programs, *buffers = self._prepared(m, k, live is not None, (NOTHING.value, 0), True)
@@ -188,8 +190,8 @@ class Cast:
     def produced(
         self, producer: FusedProducer, scales: Scales = (None, None), live: Tensor | None = None
     ) -> tuple[MaybeParts, MaybeParts]:
-        """Cast a matrix that the kernel also computes. If its amax has to be known before, the matrix is computed and
-        stored first. The amax of a norm follows from its statistics."""
+        """Cast a matrix that the kernel also computes. If the cast needs its amax first, the matrix is computed and
+        stored before. The amax of a norm follows from its statistics instead."""
         if self.needs_lines or not self._fits(producer):
             return self(materialize(producer), scales, live)
         amax = None
@@ -273,7 +275,7 @@ class Cast:
 
 
 def _flat(planes: tuple[MaybeParts, MaybeParts]) -> list[Tensor | None]:
-    """Codes and scales of both planes."""
+    """The codes and scales of both planes."""
     return [part for plane in planes for part in (plane.values() if plane else (None, None))]
 
 
@@ -309,7 +311,7 @@ def of_shards(shard: Shard, sources: tuple[int, int], amaxes: Scales, shape: Seq
 
 
 def plane_constants(side: str, source: int, spec: PlaneSpec | None, propagate: bool) -> Constants:
-    """What the kernel is told of a plane."""
+    """The constants of the kernel for a plane."""
     element = tl.float8e4nv if spec is None else ELEMENTS[spec.element]
     return {side: source, f"{side}_ELEMENT": element, f"{side}_CODEC": codec_of(spec, propagate)}
 

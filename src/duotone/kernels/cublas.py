@@ -1,7 +1,7 @@
-"""FP8 products by cuBLASLt itself, which torch has loaded: they may be added to what is there, as torch's may not.
+"""FP8 products by cuBLASLt itself, which torch has loaded. Unlike torch's, they may be added to stored values.
 
-cuBLAS lists columns first. Its A is our second operand, its B our first, and its result the transpose of ours in the
-same memory. Numbers are those of cublasLt.h of CUDA 12.9 and 13.
+cuBLAS stores matrices by columns. Its A is our second operand, its B our first, and its result is the transpose of ours
+in the same memory. Numbers are those of cublasLt.h of CUDA 12.9 and 13.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from duotone.formats import ROW, TENSOR, Block
 TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 """cudaDataType."""
 SCALES = {TENSOR: 0, ROW: 3, Block(1, 128): 4, Block(128, 128): 5}
-"""cublasLtMatmulMatrixScale_t of the block of an fp32 scale."""
+"""cublasLtMatmulMatrixScale_t, by the block of an fp32 scale."""
 COMPUTE_32F, TRANSPOSED = 68, 1
 TRANSPOSE_A, SCALE_A, SCALE_B, FAST, KIND_A, KIND_B = 3, 17, 18, 25, 31, 32
 """Attributes of a product (cublasLtMatmulDescAttributes_t)."""
@@ -28,20 +28,20 @@ MOST_WORKSPACE, ALIGNMENTS = 1, (5, 6, 7, 8)
 """What the heuristic is told (cublasLtMatmulPreferenceAttributes_t); alignments of A, B, C and D."""
 
 WORKSPACE = 32 << 20
-"""Bytes that an algorithm may ask for: what torch gives on Hopper, so that it is the same algorithm."""
+"""Bytes of workspace that an algorithm may ask for: as many as torch allows on Hopper, so both take the same one."""
 ALIGNED = 256
-"""Bytes of alignment beyond which no algorithm asks."""
+"""Bytes of alignment. No algorithm asks for more."""
 REMEMBERED = 1024
 OLDEST = 120900
 """The version that brought scales per row and per block."""
 NOT_SUPPORTED = 15
-"""cublasStatus_t where no algorithm takes a product."""
+"""cublasStatus_t: no algorithm takes the product."""
 
 ZERO, ONE = c_float(0.0), c_float(1.0)
 
 
 Shape = tuple[int, int, int, torch.dtype, str, int]
-"""Rows, columns, stride, dtype, what a scale belongs to, alignment: what an algorithm depends on."""
+"""What an algorithm depends on: rows, columns, stride, dtype, the block of a scale, alignment."""
 Place = tuple[int, int, int, torch.dtype, int]
 """The same of a result: rows, columns, stride, dtype and alignment. It has no scale."""
 
@@ -101,12 +101,12 @@ def _created(name: str, *arguments: object) -> c_void_p:
 
 @functools.cache
 def _handle(device: int) -> c_void_p:
-    """For the device, which has to be the current one. Threads share it."""
+    """The handle of the device, which has to be the current one. Threads share it."""
     return _created("")
 
 
 class _Product:
-    """A product of one shape: descriptors and an algorithm, None if cuBLAS has none."""
+    """A product of one shape: its descriptors and an algorithm. None if cuBLAS has no algorithm."""
 
     def __init__(self, a: Shape, b: Shape, out: Place, fast: bool, device: int) -> None:
         self.device, self.lock = device, threading.Lock()
@@ -115,7 +115,7 @@ class _Product:
         for which, value in ((TRANSPOSE_A, c_int32(TRANSPOSED)), (FAST, c_int8(fast)), *kinds):
             self._set(which, value)
         for which in (SCALE_A, SCALE_B):
-            self._set(which, c_void_p(ALIGNED))  # the heuristic wants some and does not read them
+            self._set(which, c_void_p(ALIGNED))  # the heuristic asks for addresses and does not read them
         self.layouts = [
             self._create("MatrixLayout", TYPES[dtype], c_uint64(cols), c_uint64(rows), c_int64(stride))
             for rows, cols, stride, dtype, *_ in (b, a, out)
@@ -172,10 +172,8 @@ def _alignment(tensor: Tensor) -> int:
 def multiply(a: Side, b: Side, out: Tensor, fast: bool, adds: bool) -> bool:
     """The product (M, K) by (N, K) written over `out` (M, N), fp32 or bf16, or added to it and rounded once.
 
-    False, and nothing done, where cuBLASLt has no algorithm for it.
-
-    K is a multiple of 16, of 128 with scales of blocks; so are N and, with those, M of 16. `out` is contiguous at a
-    multiple of 16 bytes.
+    Returns False, and writes nothing, if cuBLASLt has no algorithm for it. K and N are multiples of 16. With scales of
+    blocks K is a multiple of 128, and M of 16. `out` is contiguous, at a multiple of 16 bytes.
     """
     device = out.get_device()
     with torch.cuda.device(device):

@@ -64,7 +64,7 @@ def decode_kernel(
 
 
 def decode(spec: PlaneSpec, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(M, K) values in `dtype` of contiguous codes; without `scales`, those of the codes alone."""
+    """(M, K) values of contiguous codes, in `dtype`. Without `scales`, the values of the codes alone."""
     m, k = codes.shape
     tm, tk, _ = TILE
     out = torch.empty((m, k), dtype=dtype, device=codes.device)

@@ -12,10 +12,10 @@ from duotone.kernels.e2m1 import bf16_pair
 from duotone.kernels.launch import Launch, kernel
 
 ONE, LINES = tl.constexpr(1), tl.constexpr(2)
-"""Global amaxes: one, or one per row; 0 leaves them out."""
+"""Global amaxes: one, one per row, or (0) none."""
 
 WORDS = 32
-"""Words of eight codes beside each other in a program: a thread has one at a time, and stores 16 bytes for it."""
+"""Words of eight codes that a program has in a row. A thread has one word at a time, and stores 16 bytes for it."""
 PARTS = 8
 """Words of a thread, in rows below each other."""
 WARPS = 4
@@ -77,7 +77,7 @@ def nvfp4_decode_kernel(
     across = tl.cdiv(BYTES, 4 * T)
     pm, pk = tl.program_id(0) // across, tl.program_id(0) % across
     row, i = (pm * PARTS * R).to(tl.int64), tl.arange(0, R)
-    # Words come first, as Triton takes the first axis for the fastest one where nothing, as in scales, tells.
+    # Words are the first axis: Triton takes that for the fastest one where loads do not tell, such as those of scales.
     at = pk * T + tl.arange(0, T)[:, None]
     words, factors = (), ()
     for j in tl.static_range(PARTS):
@@ -97,7 +97,7 @@ def nvfp4_decode_kernel(
 
 
 def decode(codes: Tensor, scales: Tensor, amax: Tensor | None, top: float, dtype: torch.dtype) -> Tensor:
-    """(M, 2 * bytes of a row) values in `dtype` of contiguous codes; without `amax`, under block scales alone.
+    """(M, 2 * bytes of a row) values of contiguous codes, in `dtype`. Without `amax`, under the block scales alone.
 
     `top` is the largest element times the largest block scale.
     """

@@ -1,8 +1,9 @@
-"""Groups of 16 elements inside of kernels: each of 16 tensors holds one element of all groups, so that a thread holds
-whole groups and their transform, amax, rounding and packing cross no thread.
+"""Groups of 16 elements inside of kernels. Each of 16 tensors holds one element of all groups, so a thread holds whole
+groups. Their transform, amax, rounding and packing need no other thread.
 
 Codes are computed in floating point. The E2M1 code of a magnitude a is the least of three lines: 2a, a + 2, a / 2 + 4.
-E2M1 rounds as the code does: to nearest, ties to even. Each line is one fma onto 2^23, where the spacing is 1.
+Rounding the code to nearest, ties to even, rounds the E2M1 value in the same way. Each line is one fma onto 2^23, where
+the spacing of fp32 is 1.
 """
 
 import triton
@@ -13,10 +14,10 @@ from duotone.formats.hadamard import SIGN_MASK
 from duotone.kernels.amax import larger
 
 BASE = tl.constexpr(8388608.0 + 8.0)
-"""What a magnitude's code is added to; its sign then moves the sum by 4 down, or up."""
+"""The code of a magnitude is added to this. Its sign then moves the sum by 4, down or up."""
 LARGEST_CODE = tl.constexpr(8388608.0 + 15.0)
 BIAS = tl.constexpr(sum((0x4B000004 << 4 * i) for i in range(8)) % 2**32)
-"""What eight such sums, shifted to their nibbles, hold besides the codes, modulo 2^32."""
+"""Eight such sums, shifted to their nibbles, hold this besides the codes, modulo 2^32."""
 
 
 @triton.jit
@@ -34,7 +35,7 @@ def _eight(t, A: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _wide(value):
-    """To fp32. The upper of two bf16 in a register takes one instruction as an integer, and two by its conversion."""
+    """To fp32. The upper one of two bf16 in a register takes one integer instruction; its conversion takes two."""
     if value.dtype == tl.bfloat16:
         result = (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -81,7 +82,7 @@ def _load(at, m, M, k, K, EVEN: tl.constexpr):
 def rotated(v):
     """The Hadamard transform of groups of bf16 values, in fp32: sums of 16 products one after the other.
 
-    After i products, outputs whose numbers agree in the bits that i has share their sum.
+    After i products, outputs share a sum if their numbers agree in as many low bits as i has.
     """
     result = (v[0] * _quarter(0, 0),)
     for i in tl.static_range(1, 16):
@@ -135,7 +136,7 @@ def bf16_pair(low, high):
 
 @triton.jit
 def largest(v, NAN: tl.constexpr):
-    """The amax of each group; NaN counts as 0, or stays where NAN."""
+    """The amax of each group. NaN counts as 0; with NAN it stays."""
     result = larger(tl.abs(v[0]), 0.0, NAN)
     for j in tl.static_range(1, 16):
         result = larger(result, tl.abs(v[j]), NAN)
@@ -144,7 +145,7 @@ def largest(v, NAN: tl.constexpr):
 
 @triton.jit
 def product(value, q):
-    """fl(value * q). On NVIDIA GPUs a NaN that arithmetic makes has no sign, and so its code has none."""
+    """fl(value * q). On NVIDIA GPUs a NaN from arithmetic has no sign, so its code has none either."""
     return value * q
 
 
@@ -157,9 +158,9 @@ def nearest(a):
 
 @triton.jit
 def stochastic(a, dither):
-    """BASE + code of magnitudes, a step times `dither` of [0, 0.5) added twice and rounded down.
+    """BASE + code of a + 2 step dither, rounded down; `dither` is in [0, 0.5).
 
-    Of the three sums, each under the step of one line, the one under the step at `a` gives the least code.
+    There is one sum for the step of each of the three lines. The step at `a` has the least code.
     """
     first = libdevice.fma_rz(a + dither, 2.0, BASE)
     second = libdevice.fma_rz(tl.fma(dither, 2.0, a), 1.0, BASE + 2.0)
@@ -222,7 +223,7 @@ def dithers(seed, group, PLANE: tl.constexpr):
 
 @triton.jit
 def _dither(word, BYTE: tl.constexpr):
-    """A byte becomes the low bits of a float: of one at 2^14, or, where it lies 8 bits higher, of one at 2^6."""
+    """A byte becomes the low bits of a float: of 2^14 or, if it lies 8 bits higher, of 2^6."""
     half = word >> 16 if BYTE >= 2 else word
     if BYTE % 2 == 0:
         result = ((half & 0xFF) | 0x46800000).to(tl.float32, bitcast=True) - 16384.0
@@ -233,7 +234,7 @@ def _dither(word, BYTE: tl.constexpr):
 
 @triton.jit
 def dither_of(seed, element, PLANE: tl.constexpr):
-    """The random byte over 512 of each element, numbered by int64; a block of the stream for every one."""
+    """The random byte over 512 of each element, numbered by int64. Each element takes a block of the stream."""
     words = _words(seed, element >> 4, PLANE)
     i = (element & 15).to(tl.int32)
     word = tl.where(i < 8, tl.where(i < 4, words[0], words[1]), tl.where(i < 12, words[2], words[3]))

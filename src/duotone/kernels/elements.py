@@ -1,4 +1,4 @@
-"""Codes of elements inside of kernels: by the hardware for FP8, in integers for those that it does not convert to."""
+"""Codes of elements inside of kernels: the hardware converts to FP8, and other codes are computed in integers."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ ELEMENTS: dict[torch.dtype | str, tl.dtype | int] = {
     "e2m3": E2M3.value,
     "e3m2": E3M2.value,
 }
-"""What kernels are told of an element: Triton's type, or a number."""
+"""An element as kernels take it: Triton's type, or a number."""
 
 
 @triton.constexpr_function
@@ -56,7 +56,7 @@ def codes_of(value, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _small_codes(value, ELEMENT: tl.constexpr):
-    """NaN becomes the largest magnitude. Sums with 2^23 round what lies below the least normal number."""
+    """NaN becomes the largest magnitude. Numbers below the least normal one are rounded by a sum with 2^23."""
     BITS: tl.constexpr = _mantissa(ELEMENT)
     BIAS: tl.constexpr = _bias(ELEMENT)
     DROPPED: tl.constexpr = 23 - BITS

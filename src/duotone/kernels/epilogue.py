@@ -1,4 +1,4 @@
-"""What follows a product that was left in fp32: factors per tensor or row, a bias, and one rounding, in one pass."""
+"""The epilogue of a product in fp32: factors per tensor or row, a bias, and one rounding, in one pass."""
 
 import functools
 
@@ -11,15 +11,15 @@ from duotone.kernels.decode import DTYPES
 from duotone.kernels.launch import Launch, kernel
 
 NONE, ONE, LINES = (tl.constexpr(i) for i in range(3))
-"""The factors of an operand: none, one, one for each of its rows."""
+"""The factors of an operand: none, one, or one for each row."""
 
 TILE = (32, 128, 4)
 
 
 @triton.jit
 def scaled(result, rows, cols, m, n, M, N, constant, ROWS: tl.constexpr, COLS: tl.constexpr, CONSTANT: tl.constexpr):
-    """result * ((rows * cols) * constant) if each is one number. Else the constant first, then rows, then columns; if
-    one of these is a single number, the two are multiplied before."""
+    """result * ((rows * cols) * constant) if each is one number. Otherwise the order is constant, rows, columns. If one
+    of rows and columns is a single number, these two are multiplied before."""
     row, col = 1.0, 1.0
     if ROWS != NONE:
         row = tl.load(rows) if ROWS == ONE else tl.load(rows + m, mask=m < M, other=0.0)
@@ -43,7 +43,7 @@ def epilogue_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, CONSTANT: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr,
     DTYPE: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y, scaled, plus the bias and, with ADDS, the stored values."""
+    """One tile of y: scaled, plus the bias and, with ADDS, plus the stored values."""
     across = tl.cdiv(N, TN)
     pm, pn = tl.program_id(0) // across, tl.program_id(0) % across
     i, j = tl.arange(0, TM)[:, None], tl.arange(0, TN)[None, :]
@@ -66,9 +66,9 @@ def finish(
     out: Tensor,
     adds: bool = False,
 ) -> Tensor:
-    """The contiguous fp32 product y in the contiguous `out` (M, N), which it is returned in, or added to that.
+    """Write the contiguous fp32 product y over the contiguous `out` (M, N), or add it to `out`. Returns `out`.
 
-    `rows` and `cols` hold one fp32 or M and N of them.
+    `rows` holds 1 or M factors in fp32, `cols` 1 or N.
     """
     m, n = y.shape
     rows, cols, bias = (None if t is None else t.contiguous() for t in (rows, cols, bias))
@@ -96,7 +96,7 @@ def _launch(
     dtype: torch.dtype,
     aligned: tuple[bool, ...],
 ) -> Launch:
-    """What a launch learns from its first call and holds true of all, as dtypes and `aligned`, keeps launches apart."""
+    """A launch takes dtypes and `aligned` from its first call, so calls that differ in these have separate launches."""
     del aligned
     tm, tn, warps = TILE
     scales = {"ROWS": rows, "COLS": cols, "CONSTANT": constant}

@@ -1,8 +1,8 @@
 """FP8 products of all row segments of a matrix in one launch, on compute capability 9.0.
 
-Tensor descriptors bring operands to the shared memory that the tensor cores read, which is why both have the
-contraction next to each other, padded with zeros to multiples of CHUNK. `ends` has those of rows, then of columns
-padded so.
+Tensor descriptors bring operands to the shared memory that the tensor cores read. So the contraction of both is
+contiguous, and padded with zeros to multiples of CHUNK. `ends` holds the ends of rows, then the ends of columns that
+are padded in this way.
 """
 
 import functools
@@ -20,8 +20,9 @@ from duotone.kernels.segments import CHUNK
 
 
 class Tile(NamedTuple):
-    """Rows and columns of the result that a program makes at a time, its warps, its buffers, tiles in a column of a
-    patch. Programs that `walk` are as many as multiprocessors, others as many as tiles. `registers` limits a thread's.
+    """Rows and columns of the result that a program computes at a time, its warps, its buffers, and the tiles in a
+    column of a patch. There are as many programs as multiprocessors if they `walk`, else as many as tiles. `registers`
+    is the limit of a thread.
     """
 
     rows: int
@@ -34,23 +35,23 @@ class Tile(NamedTuple):
 
 
 ALIGNED = 16
-"""What places are multiples of where a `Table` is aligned."""
+"""The places of an aligned `Table` are multiples of this."""
 
 SEGMENT, LINE, BLOCK = (tl.constexpr(i) for i in range(3))
-"""What has a scale: a segment, a row of either operand, a block of both."""
+"""What each scale belongs to: a segment, a row of either operand, or a block of both operands."""
 
 TILES = {True: Tile(128, 256, 8, 3, 8, True), False: Tile(128, 128, 4, 3, 8, False)}
-"""By `fast`. Sums that leave the tensor cores take more registers, for half a tile at a time. Two programs share a
-multiprocessor: one adds while the other multiplies, and new ones take the places of those that ended."""
+"""By `fast`. Sums outside of the tensor cores take more registers, and half a tile at a time. Two programs share a
+multiprocessor: one adds while the other multiplies. New programs take the places of those that end."""
 
 
 BLOCK_TILE = Tile(64, 128, 4, 3, 16, False, 168)
-"""The tile for scales of blocks, which take registers too. So many let three programs share a multiprocessor."""
+"""The tile for scales of blocks, which take registers too. With this limit three programs share a multiprocessor."""
 
 
 @triton.jit
 def _place(p, down, across, PATCH: tl.constexpr):
-    """Row and column of the p-th of down x across tiles, in patches that share operands in L2."""
+    """The row and the column of tile p of (down, across) tiles. Tiles are in patches that share operands in L2."""
     patch = PATCH * across
     first = p // patch * PATCH
     high = tl.minimum(down - first, PATCH)
@@ -78,7 +79,7 @@ def _fast_sums(a, b, member, row, col, low, high, BM: tl.constexpr, BN: tl.const
 
 @triton.jit
 def _promoted_sums(a, b, member, row, col, low, high, BM: tl.constexpr, BN: tl.constexpr):
-    """The same twice, of these rows of a and of the next ones, added up in fp32 after each CHUNK."""
+    """The same for these rows of a and for the next BM rows, added up in fp32 after each CHUNK."""
     upper = tl.zeros([BM, BN], tl.float32)
     lower = tl.zeros([BM, BN], tl.float32)
     for k in range(low, high, CHUNK):
@@ -127,7 +128,7 @@ def _store(out, total, m, n, M, N, of_a, of_b, bias, SCALES: tl.constexpr, ADDS:
     if bias is not None:
         total = total + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if ADDS and out.dtype.element_ty == tl.float32:
-        # Needs no registers for what is there; subnormal sums become 0.
+        # This needs no registers for the stored values. Subnormal sums become 0.
         tl.atomic_add(out + at, total, mask=inside, sem="relaxed")
     else:
         if ADDS:
@@ -281,7 +282,7 @@ class GroupedProduct:
 
     @staticmethod
     def of_blocks(square: bool) -> "GroupedProduct":
-        """The product of codes in blocks."""
+        """The product of codes with scales of blocks."""
         return GroupedProduct(False, BLOCK.value, square)
 
     def __init__(self, fast: bool, scales: int, square: bool = False, tile: Tile | None = None) -> None:
@@ -348,7 +349,7 @@ class GroupedProduct:
         table: Table | None = None,
         adds: bool = False,
     ) -> None:
-        """Written over `out` (E, M, N) or, with a table, the (M, N) that it says, `out` the first; or added to them."""
+        """Write over `out` (E, M, N), or add to it. With a table, over the (M, N) that it names; `out` is the first."""
         m, n, e = a.shape[0], b.shape[0], segments.count
         programs = self._programs(a, e * -(-m // self.tile.rows) * -(-n // self.tile.cols))
         integers = m, n, e, programs, scales[0].stride(0), scales[1].stride(0)

@@ -1,6 +1,6 @@
-"""Launching a Triton kernel at the least cost to the host: compiled once per key, then handed to its launcher directly.
+"""Launching a Triton kernel at the least cost to the host. It is compiled once per key, then passed to its launcher.
 
-Triton's own call binds, types and hashes every argument each time, about 20 us; this costs about 5.
+Triton's own call binds, types and hashes every argument each time, which takes about 20 us. This takes about 5.
 """
 
 import inspect
@@ -17,11 +17,11 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 DIRECT = triton.__version__.startswith("3.6.")
-"""Whether this Triton's launcher takes the arguments below; another one is called the slow way."""
+"""Whether this Triton's launcher takes the arguments below. If not, kernels are called by Triton's own call."""
 
 
 Constants = dict[str, object]
-"""What a kernel is compiled for, by the names of its parameters."""
+"""The constants that a kernel is compiled for, by the names of its parameters."""
 
 
 class Described(NamedTuple):
@@ -49,8 +49,8 @@ class Kernel:
 class Launch:
     """A kernel with its constants; call it with what changes.
 
-    The first tensor may have any dtype; those of the others, and of descriptors, follow from it and from the constants.
-    A tensor that is None is not read or written, and is so in every call.
+    The first tensor may have any dtype. The dtypes of the others, and of descriptors, follow from it and the constants.
+    A tensor that is None is not read or written. It is None in every call.
     """
 
     def __init__(self, function: JITFunction[object], options: Constants, constants: int) -> None:
@@ -88,10 +88,9 @@ class Launch:
         integers: tuple[int, ...],
         floats: tuple[float, ...] = (),
     ) -> "Repeat | None":
-        """This call again, for other addresses of the same alignments, in half the time of the host.
+        """This call again, for other addresses of the same alignments, in half the host time.
 
-        None where Triton's launcher is called the slow way. The tensors lie on the current device, as those of later
-        calls do.
+        None if kernels are called by Triton's own call. All tensors, of later calls too, lie on the current device.
         """
         index = tensors[0].get_device()
         if not DIRECT or index < 0 or index != torch._C._cuda_getDevice():
@@ -125,7 +124,7 @@ class Launch:
 
     def _compile(self, arguments: tuple[object, ...]) -> "Compiled":
         binary = self.function.run(*arguments, grid=(1,), warmup=True, **self.options)
-        launcher = binary.run  # loads the binary, and so goes before `function`
+        launcher = binary.run  # this loads the binary, so it precedes `function`
         handle, metadata, hooks = binary.function, binary.packed_metadata, (None, None, None)
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return launcher, (handle, metadata, *hooks)
@@ -135,7 +134,7 @@ class Launch:
 
 
 def _mapped(wrapper: FunctionType, maps: Sequence[dict[str, int]], before: int) -> Callable[..., None]:
-    """What Triton's wrapper of a launcher does for tensor maps behind so many arguments, in a third of its time."""
+    """What Triton's wrapper of a launcher does for tensor maps after `before` arguments, in a third of its time."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as DTYPES  # absent in other backends
 
     enqueue = inspect.getclosurevars(wrapper).nonlocals["launcher"]

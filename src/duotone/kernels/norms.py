@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm of contiguous rows (M, K) and their gradients, in fp32; a row lies within one program.
 
-A norm may also be made on the way of a cast, from its statistics: `affine` is the arithmetic of both, and statistics
-are summed by one kernel, so that both round alike.
+A cast may also compute a norm, from its statistics. Both use the arithmetic of `affine` and the sums of one kernel, so
+both round alike.
 """
 
 import functools
@@ -16,17 +16,17 @@ from duotone.kernels.amax import nan_to_zero
 from duotone.kernels.launch import Launch, kernel
 
 SUMS = 264 * 4096
-"""Elements of the partial sums of a parameter's gradient that a backward leaves: one row a program, and with rows of
-4096 two programs a multiprocessor."""
+"""Elements of the partial sums that a backward leaves for a parameter's gradient. Each program leaves one row; with
+rows of 4096 there are two programs a multiprocessor."""
 FOLD = (128, 32)
 """Partial sums and columns that a program adds up at a time."""
 IN_FLIGHT = 65536
-"""Bytes of x and dy that a backward program reads ahead into shared memory at most."""
+"""The most bytes of x and dy that a backward program reads ahead into shared memory."""
 
 
 @functools.partial(kernel, any_alignment=("live",))
 def norm_kernel(x, gamma, beta, y, mean, rstd, live, K, eps, TK: tl.constexpr):
-    """mean, if there is one, and rstd of one row; the norm itself into y, and its amax into `live`, where these are."""
+    """mean, unless None, and rstd of one row. The norm goes into y and its amax into `live`, unless these are None."""
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, TK)
     inside = k < K
     value = wide(x + row * K, k, inside)
@@ -40,7 +40,7 @@ def norm_kernel(x, gamma, beta, y, mean, rstd, live, K, eps, TK: tl.constexpr):
         result = affine(value, scale, wide(gamma, k, inside), wide(beta, k, inside)).to(x.dtype.element_ty)
         if y is not None:
             tl.store(y + row * K + k, result, mask=inside)
-        if live is not None:  # most rows find a larger one there
+        if live is not None:  # most rows read a larger one
             largest = nan_to_zero(tl.max(tl.abs(result.to(tl.float32)), axis=0)).to(tl.int32, bitcast=True)
             tl.atomic_max(live, largest, mask=largest > tl.load(live), sem="relaxed")
 
@@ -61,9 +61,9 @@ def norm_gradient_kernel(
     dy, x, gamma, mean, rstd, added, dx, partial, M, K,
     DGAMMA: tl.constexpr, DBETA: tl.constexpr, TK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx of every P-th row, and sums over them for gamma, then beta, where wanted: a row each of (1 or 2, P, K).
+    """dx of every P-th row. Sums over these rows, for gamma then beta if needed, are one row each of (1 or 2, P, K).
 
-    dx is rounded before `added`, if there is one, is added to it.
+    dx is rounded before `added`, unless None, is added to it.
     """
     k = tl.arange(0, TK)
     inside = k < K
@@ -75,7 +75,7 @@ def norm_gradient_kernel(
     for i in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=STAGES):
         row, after = tl.cast(i, tl.int64), i + tl.num_programs(0)
         value, grad = wide(x + row * K, k, inside), wide(dy + row * K, k, inside)
-        later = tl.load(rstd + after, mask=after < M, other=0.0)  # of the next row, so that none waits for it
+        later = tl.load(rstd + after, mask=after < M, other=0.0)  # of the next row, so that no program waits for it
         if mean is not None:
             value = tl.where(inside, value - middle, 0.0)
             middle = tl.load(mean + after, mask=after < M, other=0.0)
@@ -114,8 +114,8 @@ def fold_kernel(out, partial, P, K, TP: tl.constexpr, TK: tl.constexpr):
 class Norm:
     """The norm of contiguous x (M, K), not computed yet; gamma and beta are (K,) in x's dtype, or None.
 
-    `mean` and `rstd` = 1/sqrt(var + eps) are fp32 (*lead, 1), where x stands for (*lead, K). They are known once the
-    norm is made or measured, or `saved` from before. `mean` is None unless `centred`.
+    `mean` and `rstd` = 1/sqrt(var + eps) are fp32 (*lead, 1) for an x of (*lead, K). They are known once the norm was
+    computed or measured, or come from `saved`. `mean` is None unless `centred`.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Norm:
 
     @property
     def variant(self) -> int:
-        """Which of mean, gamma and beta there are: a kernel is compiled for that."""
+        """Which of mean, gamma and beta exist. A kernel is compiled for that."""
         return self.centred + 2 * (self.gamma is not None) + 4 * (self.beta is not None)
 
     @property
@@ -149,12 +149,12 @@ class Norm:
         return y
 
     def measure(self) -> None:
-        """Only the statistics, where they are not known."""
+        """Compute only the statistics, unless they are known."""
         if self.rstd is None:
             self._launch(None, None)
 
     def measure_amax(self) -> Tensor:
-        """The statistics, and as fp32 (1,) the amax of what `make` would give, NaN counting as 0."""
+        """Compute the statistics. Returns the amax of the norm, fp32 (1,), in which NaN counts as 0."""
         bits = torch.zeros(1, dtype=torch.int32, device=self.x.device)
         self._launch(None, bits)
         return bits.view(torch.float32)
@@ -180,7 +180,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of x, gamma and beta that `needs` names, in x's dtype; dy and x contiguous (M, K).
 
-    `added`, likewise, is added to the gradient of x.
+    `added`, of the same dtype and shape, is added to the gradient of x.
     """
     m, k = x.shape
     needs_dx, *needs_sums = needs
@@ -212,7 +212,7 @@ def _width(k: int) -> tuple[int, int]:
 
 @functools.cache
 def _forward(columns: int, warps: int, variant: int, makes: bool, records: bool) -> Launch:
-    """The last three say which tensors there are: a launch is for one choice of them."""
+    """The last three arguments say which tensors exist. There is a launch for each choice."""
     return norm_kernel.bind({"TK": columns}, warps)
 
 

@@ -1,8 +1,8 @@
 """The NVFP4 cast of a contiguous matrix (M, K) to one plane or to both: E2M1 codes, two to a byte, E4M3 scales of
 blocks of 16, and a global amax that an earlier kernel takes. Each plane has separate scales.
 
-The columnwise plane is that of the transpose, written as (K, M). Each plane reads the tile with a group of 16 elements
-along its own contraction to a thread; the second read finds the tile in a cache.
+The columnwise plane is that of the transpose, written as (K, M). Each plane reads the tile, such that a thread has a
+group of 16 elements along the contraction of the plane. The second read comes from a cache.
 """
 
 import functools
@@ -30,8 +30,8 @@ def nvfp4_amax_kernel(
     PLAIN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr,
     EVEN: tl.constexpr, EIGHTS: tl.constexpr, NAN: tl.constexpr,
 ):  # fmt: skip
-    """Partial amaxes of x, and of its bf16 Hadamard transforms along rows and along columns; NaN counts as 0, or as
-    infinite where NAN."""
+    """Partial amaxes of x, and of its bf16 Hadamard transforms along rows and along columns. NaN counts as 0, or with
+    NAN as infinite."""
     K = _multiple(K, EIGHTS)
     across = tl.cdiv(K, TK)
     of_plain = tl.zeros([TM // 16, TK], tl.float32)
@@ -59,7 +59,7 @@ def nvfp4_amax_kernel(
 
 @triton.jit
 def _multiple(K, EIGHTS: tl.constexpr):
-    """K. Where it is a multiple of 8 that the compiler does not know as such, so that loads take 16 bytes: EIGHTS."""
+    """K. With EIGHTS the compiler learns that K is a multiple of 8, so that loads take 16 bytes."""
     if EIGHTS:
         K = K // 8 * 8
     return K
@@ -73,7 +73,7 @@ def _of_all(magnitudes, NAN: tl.constexpr):
 
 @triton.jit
 def _global(source, out, line, LINES, P, is_first, FROM: tl.constexpr, N: tl.constexpr):
-    """The global amax: one, from partial amaxes, which the first tile keeps, or those of the lines."""
+    """The global amax, from partial amaxes, which the first tile stores; or the amaxes of the lines."""
     if FROM == LINE:
         result = tl.load(source + line, mask=line < LINES, other=0).to(tl.float32, bitcast=True)
     else:
@@ -96,7 +96,7 @@ def _keep_bytes(
 ):  # fmt: skip
     """Store the codes of L lines from `start` and G groups from `group`: the bytes within WIDTH of each line.
 
-    Words are (L, G), or (G, L) where TURNED. Neighbouring threads store neighbouring bytes.
+    Words are (L, G), or (G, L) with TURNED. Neighbouring threads store neighbouring bytes.
     """
     words = tl.join(low, high)
     if TURNED:
@@ -111,11 +111,11 @@ def _keep_bytes(
 
 @triton.jit
 def _dithers(seed, v, line, group, COLS, PLANE: tl.constexpr, RANDOM: tl.constexpr, WORDS: tl.constexpr):
-    """The random bytes of groups of a plane of COLS columns; without RANDOM anything."""
+    """The random bytes of groups of a plane of COLS columns. Without RANDOM the values do not matter."""
     result = v
     if RANDOM:
         if WORDS:
-            # The condition, always true, has numbers and elements of a group meet in one thread.
+            # The condition is always true. It makes the random numbers and the elements of a group meet in one thread.
             number = tl.where(largest(v, False) >= 0.0, line.to(tl.int64) * tl.cdiv(COLS, 16) + group, 0)
             result = dithers(seed, number, PLANE)
         else:
@@ -128,7 +128,7 @@ def _dithers(seed, v, line, group, COLS, PLANE: tl.constexpr, RANDOM: tl.constex
 
 @triton.jit
 def _dithers_below(seed, m, k, K, WORDS: tl.constexpr):
-    """The random bytes of the rowwise plane for the groups below each other that start at rows m."""
+    """The random bytes of the rowwise plane, for groups along columns that start at rows m."""
     cols = tl.cdiv(K, 16) * 16 if WORDS else K
     element = m.to(tl.int64) * cols + k
     result = (dither_of(seed, element, 0),)
@@ -143,7 +143,7 @@ def _row_plane(
     FROM: tl.constexpr, SQUARE: tl.constexpr, ROTATED: tl.constexpr, RANDOM: tl.constexpr, SEARCH: tl.constexpr,
     WORDS: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the rowwise plane; its scales and multipliers by block."""
+    """Store a tile of the rowwise plane. Returns its scales and multipliers, one a block."""
     G: tl.constexpr = TK // 16
     im, ig = tl.arange(0, TM)[:, None], tl.arange(0, G)[None, :]
     m, g, wide = pm * TM + im, pk * G + ig, tl.cdiv(K, 16)
@@ -170,7 +170,7 @@ def _col_plane(
     WORDS: tl.constexpr, ROW_WORDS: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the columnwise plane; `byte` and `q` are what `_row_plane` gave, which SHARED takes over."""
+    """Store a tile of the columnwise plane. With SHARED, `byte` and `q` of `_row_plane` are its scales too."""
     H: tl.constexpr = TM // 16
     ih, ik = tl.arange(0, H)[:, None], tl.arange(0, TK)[None, :]
     h, k, deep = pm * H + ih, pk * TK + ik, tl.cdiv(M, 16)
@@ -207,7 +207,7 @@ def nvfp4_kernel(
     """One tile of the planes that are not ABSENT. `row_top` and `col_top` are the largest element times block_max."""
     K = _multiple(K, EIGHTS)
     across = tl.cdiv(K, TK)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # from the end, which the amaxes read last and L2 still holds
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # from the end: the amaxes read it last, so L2 still holds it
     pm, pk = tile // across, tile % across
     value = tl.load(seed) if ROW_RANDOM or COL_RANDOM else 0
     byte, q = 0, 0.0
@@ -224,7 +224,7 @@ def nvfp4_kernel(
 
 
 class PlaneSpec(NamedTuple):
-    """What the kernels have to know of a plane's format."""
+    """What the kernels have to know about a plane's format."""
 
     square: bool
     """Blocks of 16 x 16 instead of 1 x 16."""
@@ -232,7 +232,7 @@ class PlaneSpec(NamedTuple):
     rotated: bool
     random: bool
     search: ErrorNorm | None
-    """The error by which the amax of a block becomes 6 or 4. None: always 6."""
+    """The error that decides whether the amax of a block becomes 6 or 4. None: always 6."""
 
     per_line: bool
     top: float
@@ -245,9 +245,9 @@ AMAX_TILE = (64, 128, 8)
 
 
 class Cast:
-    """The cast to a rowwise plane, a columnwise plane, or both; `shared` where the second is the first, transposed.
+    """The cast to a rowwise plane, a columnwise plane, or both. `shared`: the second is the first one, transposed.
 
-    With `propagate`, NaN counts as infinite in a global amax; infinite, it makes every product non-finite.
+    With `propagate`, NaN counts as infinite in a global amax. An infinite global amax makes every product non-finite.
     """
 
     over = None
@@ -269,7 +269,7 @@ class Cast:
     def produced(
         self, producer: FusedProducer, scales: Scales, live: Tensor | None, seed: Tensor | None = None
     ) -> tuple[MaybeParts, MaybeParts]:
-        """As a call, of a matrix that is materialized first, because its amax has to be known before the cast."""
+        """Like a call, for a matrix that is materialized first: the cast needs its amax."""
         return self(materialize(producer), scales, live, seed=seed)
 
     def __call__(
@@ -284,8 +284,8 @@ class Cast:
     ) -> tuple[MaybeParts, MaybeParts]:
         """The parts of both planes of contiguous (M, K); `seed` int64 if a plane rounds stochastically.
 
-        `scales` and `live` are those of delayed planes, which these are not. `shard` as of `cast.Cast`. No codes
-        are `typed`.
+        `shard` is as for `cast.Cast`. `scales`, `live` and `typed` have no effect: no plane is delayed, and codes have
+        no dtype of torch.
         """
         del scales, live, typed
         m, k = x.shape
@@ -299,7 +299,7 @@ class Cast:
         return row, col
 
     def _amaxes(self, x: Tensor, shard: Shard | None) -> tuple[int, Tensor | None, Tensor | None]:
-        """How many partial amaxes there are, and those of each plane; or the bits of the amaxes of its lines."""
+        """The number of partial amaxes, and those of each plane; or the bits of the amaxes of its lines."""
         m, k = x.shape
         lines = line_amax(x, self.propagate) if self.needs_lines else (None, None)
         plain, row, col = self.needs_amaxes
@@ -357,7 +357,7 @@ def _source(spec: PlaneSpec | None) -> int:
 
 
 def _is_whole(spec: PlaneSpec | None, cols: int) -> bool:
-    """Whether all groups of a plane have 16 elements, so that their codes are stored as words."""
+    """Whether all groups of a plane have 16 elements. Then their codes are stored as words."""
     return spec is None or spec.rotated or cols % 16 == 0
 
 
@@ -389,7 +389,7 @@ def _empty(spec: PlaneSpec | None, x: Tensor, m: int, k: int, amax: Tensor | Non
 
 
 def _buffers(parts: dict[str, Tensor] | None) -> tuple[Tensor | None, ...]:
-    """Codes, scales, and where the kernel keeps the global amax."""
+    """Codes, scales, and the memory for the global amax."""
     if parts is None:
         return None, None, None
     return parts["codes"], parts["scale"], parts["amax"]

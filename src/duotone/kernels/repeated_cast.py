@@ -12,10 +12,10 @@ from duotone.kernels.launch import Repeat
 Allocation = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Size, strides and dtype."""
 Allocations = tuple[Allocation, Allocation | None]
-"""The allocations of codes and scale; None for a scale that is the other plane's."""
+"""The allocations of codes and scale. None for a scale that both planes share."""
 MaybeParts = dict[str, Tensor] | None
 RepeatedCast = Callable[[int, Tensor | None, Tensor | None, Tensor | None], tuple[MaybeParts, MaybeParts]]
-"""Takes the address of the matrix, the given scales of both planes and `live`, as `Cast` does."""
+"""Takes the address of the matrix, the delayed scales of both planes and `live`, as `Cast` does."""
 
 NO_PRODUCER = (None,) * 5
 """Where a fused producer has its other inputs."""
@@ -57,7 +57,7 @@ def repeated_cast(
             col_at = col_from.data_ptr()
         live_at = None if live is None else live.data_ptr()
         repeat(address, *NO_PRODUCER, row_codes, row_scale, col_codes, col_scale, row_at, col_at, live_at, None)
-        del amaxes  # they had to live until here
+        del amaxes  # the launches above read them
         return row_parts, col_parts
 
     return cast

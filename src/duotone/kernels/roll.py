@@ -11,10 +11,10 @@ from duotone.kernels.launch import Launch, kernel
 
 @kernel
 def roll_kernel(table, largest, before, L, SPIKE, RECENT: tl.constexpr, SKIP: tl.constexpr, T: tl.constexpr):
-    """One slot a program: its column of (L, N) moves up, its live amax becomes the newest entry, its scale follows.
+    """A program has one slot. Its column of (L, N) moves up, its live amax becomes the newest entry, its scale follows.
 
-    SKIP: a live amax that is not finite does not enter, and counts in row 0 of the events (2, N). A live amax above
-    SPIKE times the largest of the rest enters as that product, and counts in row 1. SPIKE 0 clamps nothing.
+    With SKIP, a live amax that is not finite does not enter, and counts in row 0 of the events (2, N). A live amax
+    above SPIKE times the largest other entry enters as that product, and counts in row 1. SPIKE 0 clamps nothing.
     """
     slot = tl.program_id(0)
     column = tl.load(table + 4 * slot).to(tl.pointer_type(tl.float32))
@@ -55,7 +55,7 @@ def addresses(history: Tensor, scale: Tensor, events: Tensor) -> Tensor:
     `history` fp32 (L, n), `scale` fp32 (n,), `events` int32 (2, n), contiguous.
     """
     slots = scale.numel()
-    offset = torch.arange(slots, device=scale.device) * 4  # made there: a copy from the host waits for the device
+    offset = torch.arange(slots, device=scale.device) * 4  # a copy from the host would wait for the device
     starts = [offset + buffer.data_ptr() for buffer in (history, scale, events)]
     return torch.stack([*starts, torch.full_like(offset, slots)], 1)
 

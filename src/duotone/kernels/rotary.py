@@ -8,7 +8,7 @@ from torch import Tensor
 from duotone.kernels.launch import Launch, kernel
 
 ELEMENTS = 2048
-"""Pairs that a program turns at most: whole heads of one token."""
+"""The most pairs that a program turns. They are whole heads of one token."""
 
 
 @kernel
@@ -18,7 +18,7 @@ def rotary_kernel(
 ):  # fmt: skip
     """Heads (batch, tokens, heads, 2 HALF) at strides S and O by angles (tokens, 2 HALF).
 
-    BACK turns a gradient back; eager torch rounds each of its products.
+    With BACK a gradient is turned back. Eager torch rounds each of its products.
     """
     DTYPE: tl.constexpr = t.dtype.element_ty
     blocks = tl.cdiv(HEADS, TH)

@@ -1,4 +1,4 @@
-"""A copy whose rows are contiguous, as of transposed codes: torch's own reads columns of them one byte at a time."""
+"""A copy with contiguous rows, for transposed codes. Torch's own copy reads their columns one byte at a time."""
 
 import torch
 import triton.language as tl

@@ -9,14 +9,14 @@ FP32, POWER, E8M0 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Codecs of a scale: fp32, the power of two below it, an exponent byte."""
 
 HIDES = tl.constexpr(4)
-"""Added to a codec: the scale of an infinite amax is stored as that of a finite one, not as NaN."""
+"""Added to a codec: the scale of an infinite amax is stored like a finite one, not as NaN."""
 
 CODECS = {ScaleCodec.FP32: FP32.value, ScaleCodec.POWER_OF_TWO: POWER.value, ScaleCodec.E8M0: E8M0.value}
 
 
 @triton.constexpr_function
 def kind(codec):
-    """The codec without what is added to it."""
+    """The codec without HIDES."""
     return codec % 4
 
 
@@ -28,7 +28,7 @@ def hides(codec):
 
 @triton.jit
 def fp32_scale(amax, largest, overflow, epsilon, CODEC: tl.constexpr):
-    """largest / max(amax, epsilon) as an IEEE quotient; `overflow` where that is infinite, 1 where amax says nothing.
+    """largest / max(amax, epsilon) as an IEEE quotient. An infinite one is `overflow`; 1 if amax is 0 or not finite.
 
     The power of two below the quotient follows from the exponents and a comparison of the mantissas: a quotient of
     mantissas below 1 is at most 1 - 2^-24 and never rounds to 1.
@@ -48,12 +48,12 @@ def fp32_scale(amax, largest, overflow, epsilon, CODEC: tl.constexpr):
 
 @triton.jit
 def exponent(amax, reciprocal, CAPPED: tl.constexpr):
-    """The biased exponent of amax * reciprocal rounded up to a power of two: 255 for NaN, 254 for infinity where it is
-    CAPPED, else 255."""
+    """The biased exponent of amax * reciprocal, rounded up to a power of two: 255 for NaN and infinity, or with CAPPED
+    254 for infinity."""
     ratio = (amax * reciprocal).to(tl.int32, bitcast=True)
     field, mantissa = ratio >> 23, ratio & 0x007FFFFF
     result = field + (mantissa > 0).to(tl.int32)
-    result = tl.minimum(result, 254 if CAPPED else 255)  # which no finite ratio reaches
+    result = tl.minimum(result, 254 if CAPPED else 255)  # no finite ratio reaches it
     result = tl.where(field == 0, (mantissa > 0x400000).to(tl.int32), result)
     if CAPPED:
         result = tl.where((field == 255) & (mantissa > 0), 255, result)
@@ -79,10 +79,10 @@ def given_scale(scale, CODEC: tl.constexpr):
 
 @triton.jit
 def encode_scale(amax, limits, CODEC: tl.constexpr):
-    """What elements are multiplied by.
+    """The multiplier of elements.
 
-    `limits` are the element's largest value (its reciprocal for E8M0), what a scale becomes that overflows, and the
-    least amax that counts.
+    `limits` are the element's largest value (its reciprocal for E8M0), the scale in place of one that overflows, and
+    the least amax that counts.
     """
     largest, overflow, epsilon = limits
     if kind(CODEC) == E8M0:
@@ -94,8 +94,8 @@ def encode_scale(amax, limits, CODEC: tl.constexpr):
 
 @triton.jit
 def stored_scale(amax, result, largest, CODEC: tl.constexpr):
-    """What is stored beside the codes: fl(1/scale), or the exponent byte. NaN where amax is infinite, so that products
-    are not finite, unless the codec HIDES that. A scale that was given may stand in for its amax."""
+    """The stored scale: fl(1/scale), or the exponent byte. An infinite amax makes it NaN, so that products are not
+    finite, unless the codec HIDES that. A scale from outside may stand in for its amax."""
     if kind(CODEC) == E8M0:
         stored = exponent(amax, largest, hides(CODEC)).to(tl.uint8)
     else:
@@ -118,7 +118,7 @@ def marked(value):
 
 @triton.jit
 def marked_four(values, MARKS: tl.constexpr):
-    """Four tensors, `marked` where it MARKS."""
+    """Four tensors, `marked` with MARKS."""
     if MARKS:
         v0, v1, v2, v3 = values
         values = (marked(v0), marked(v1), marked(v2), marked(v3))

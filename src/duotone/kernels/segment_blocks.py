@@ -1,6 +1,6 @@
-"""The cast of all segments of a matrix to scales of 128 wide blocks, in one launch; bits are those of `Cast` over each.
+"""The cast of all segments of a matrix to scales of blocks 128 wide, in one launch. Bits are those of `Cast` for each.
 
-Blocks end where their segment does. Segments take multiples of CHUNK columns of codes.
+Blocks end where their segment ends. Segments take multiples of CHUNK columns of codes.
 """
 
 import functools
@@ -30,8 +30,8 @@ def segment_blocks_kernel(
 ):  # fmt: skip
     """One tile of one segment, as a tile of a matrix (rows, K) that lies in the planes of all segments.
 
-    Columnwise codes are one matrix (K, WIDTH) where WHOLE, else (K, length) of each segment after each other. Scales
-    are those of each segment after each other.
+    With WHOLE, columnwise codes are one matrix (K, WIDTH). Otherwise there is a (K, length) for each segment, one after
+    the other. So are the scales of segments.
     """
     across = K // TK
     pk = tl.program_id(0) % across
@@ -59,7 +59,7 @@ def segment_blocks_kernel(
 
 
 class BlockSegmentCast:
-    """As `SegmentCast`, for scales of 1 x 128 and 128 x 128 blocks, where K is a multiple of 128.
+    """Like `SegmentCast`, for scales of 1 x 128 and 128 x 128 blocks. K is a multiple of 128.
 
     Scales of a segment are (K / 128, rows), or (rows / 128, K / 128) of squares, columnwise ones (rows / 128, K) and
     (K / 128, rows / 128).
@@ -82,7 +82,7 @@ class BlockSegmentCast:
         self._launch = functools.cache(self._bind)
 
     def __call__(self, x: Tensor, segments: Segments, slots: object = None, table: Table | None = None) -> Coded:
-        """Codes and scales of contiguous (M, K), or of the contiguous (N, K) that a table says, `x` the first.
+        """Codes and scales of contiguous (M, K), or of the contiguous (N, K) that a table names; `x` is the first.
 
         Without a table, segments are `grouped`; with one, N is a multiple of 128.
         """

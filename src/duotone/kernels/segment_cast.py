@@ -1,4 +1,4 @@
-"""The cast of all segments of a matrix in one launch; bits are those of `Cast` over each segment."""
+"""The cast of all segments of a matrix in one launch. Bits are those of `Cast` for each segment."""
 
 import functools
 from typing import NamedTuple
@@ -36,18 +36,18 @@ class Segments(NamedTuple):
 
     @property
     def block(self) -> int:
-        """What covers all segments in a kernel."""
+        """The blocks that cover all segments in a kernel."""
         return 1 << max(1, (self.count - 1).bit_length())
 
     def tiles(self, rows: int) -> int:
-        """Tiles of so many rows at most."""
+        """The most rows of a tile."""
         return -(-self.rows // rows) + self.count
 
 
 class Table(NamedTuple):
-    """Where segments lie that are separate tensors: int64 (E,), elements from the first.
+    """Where segments lie if they are separate tensors: int64 (E,), in elements from the first.
 
-    `aligned` says that all are multiples of 16.
+    `aligned`: all are multiples of 16.
     """
 
     offsets: Tensor
@@ -74,7 +74,7 @@ SOURCES = frozenset(n.value for n in (ABSENT, OUTSIDE, TENSOR, LINE, SHARED))
 
 
 class SegmentCast:
-    """What `cast` does to a matrix, done to each segment; for scales per tensor and per row."""
+    """Does to each segment what `cast` does to a matrix, for scales per tensor and per row."""
 
     @staticmethod
     def of(cast: Cast) -> "SegmentCast | None":
@@ -95,10 +95,10 @@ class SegmentCast:
         slots: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
         table: Table | None = None,
     ) -> Coded:
-        """Codes and scales of contiguous (M, K), or of the contiguous (N, K) that a table says, `x` the first.
+        """Codes and scales of contiguous (M, K), or of the contiguous (N, K) that a table names; `x` is the first.
 
-        `slots` are the first segment's encode scale, the bits of the amax to enlarge, and how far apart segments are
-        in both.
+        `slots` are the encode scale of the first segment, the bits of the amax to raise, and the stride of segments in
+        both.
         """
         k = x.shape[1]
         scale, live, slot = slots
@@ -107,7 +107,7 @@ class SegmentCast:
         tm, tk, _ = TILE
         offsets, aligned = (None, True) if table is None else table
         launch = self._launch("cast", segments.block, segments.grouped, live is not None, table is not None, aligned)
-        tiles, across = segments.width // tm + segments.count, -(-k // tk)  # at most: of padded rows, one where empty
+        tiles, across = segments.width // tm + segments.count, -(-k // tk)  # at most: an empty segment has one tile too
         tensors = (x, row_codes, row_scales, col_codes, col_scales, of_row, of_col, live, segments.ends, offsets)
         launch(tiles * across, tensors, (k, segments.width, segments.count, slot), self.floats)
         return result
@@ -115,7 +115,7 @@ class SegmentCast:
     def _sources(
         self, x: Tensor, k: int, segments: Segments, scale: Tensor | None, table: Table | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What the scales of the rowwise and of the columnwise plane come from."""
+        """The sources of the scales of the rowwise and of the columnwise plane."""
         sources = {OUTSIDE.value: (scale, scale)}
         offsets, aligned = (None, True) if table is None else table
         integers = k, segments.count
@@ -171,8 +171,8 @@ def _ends(block: int) -> Launch:
 
 
 def segments_of(counts: Tensor, rows: int) -> Segments:
-    """Segments for grouped products of row counts on the device, int32 or int64, in a matrix of so many rows; nothing
-    waits."""
+    """Segments for grouped products, from row counts on the device, int32 or int64. The matrix has `rows` rows. Nothing
+    waits for the counts."""
     n = counts.shape[0]
     width = (rows // CHUNK.value + n) * CHUNK.value
     result = Segments(torch.empty(2 * n, dtype=torch.int32, device=counts.device), n, rows, width, grouped=True)

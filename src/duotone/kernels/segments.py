@@ -19,11 +19,11 @@ from duotone.kernels.tile_scales import ABSENT, LINE, OUTSIDE, SHARED, TENSOR, f
 from duotone.kernels.tiles import store_turned
 
 STEP = tl.constexpr(16)
-"""What a segment's columns are a multiple of where its product is one of its own."""
+"""A segment has a multiple of so many columns if each segment has its own product."""
 CHUNK = tl.constexpr(128)
-"""The same where one product takes all segments: what it contracts at once."""
+"""The same if one product takes all segments: it contracts so many columns at once."""
 APART = tl.constexpr(4)
-"""Floats from the one scale of a segment to the next: cuBLAS takes a scale at multiples of 16 bytes alone."""
+"""Floats from the scale of one segment to the next: cuBLAS takes scales only at multiples of 16 bytes."""
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def segment_of(p, ends, E, T: tl.constexpr, PAD: tl.constexpr, EP: tl.constexpr)
 
 @triton.jit
 def place_of(table, e, first, K, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a segment starts, in elements from x: after those before it, or where the table says."""
+    """Where a segment starts, in elements from x: after the segments before it, or where the table says."""
     if TABLE:
         result = tl.load(table + e)
         if ALIGNED:
@@ -59,7 +59,7 @@ def place_of(table, e, first, K, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @functools.partial(kernel, unspecialized=("M", "E"))
 def ends_kernel(counts, ends, M, E, EP: tl.constexpr):
-    """Row counts -> ends of rows, then of columns, multiples of CHUNK; rows beyond M are cut, negative counts are 0."""
+    """Row counts -> ends of rows, then of columns, multiples of CHUNK. Rows beyond M are cut; negative counts are 0."""
     i = tl.arange(0, EP)
     n = tl.load(counts + i, mask=i < E, other=0).to(tl.int64)
     n = tl.minimum(tl.maximum(n, 0), M)
@@ -117,7 +117,7 @@ def segment_lines_kernel(
 
 @triton.jit
 def _one(source, e, SLOT, limits, FROM: tl.constexpr, CODEC: tl.constexpr):
-    """The one scale of a segment, given or from its amax, and what is stored of it."""
+    """The one scale of a segment, from outside or from its amax, and the stored form of it."""
     if FROM == OUTSIDE:
         amax = tl.load(source + e * SLOT)
         scale = given_scale(amax, CODEC)
@@ -163,8 +163,8 @@ def segment_cast_kernel(
 ):  # fmt: skip
     """One tile of one segment. `row_from` and `col_from` hold encode scales, SLOT apart, or bits of amaxes.
 
-    With WHOLE, columnwise codes are one matrix (K, WIDTH), and scales of rows lie as rows do. Else codes are those of
-    one segment (K, length) after the other, and scales of rows lie as columns of codes.
+    With WHOLE, columnwise codes are one matrix (K, WIDTH), and scales of rows lie as the rows. Otherwise there is a
+    (K, length) of codes for each segment, one after the other, and scales of rows lie as columns of codes.
     """
     PAD: tl.constexpr = CHUNK if WHOLE else STEP
     H: tl.constexpr = TM // 4

@@ -1,4 +1,4 @@
-"""The scales of a tile of a cast: given, from amaxes taken before, or from the tile itself."""
+"""The scales of a tile of a cast: from outside, from amaxes of an earlier kernel, or from the tile itself."""
 
 import triton
 import triton.language as tl
@@ -27,7 +27,7 @@ def _largest(magnitude, R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, TK: t
 
 @triton.jit
 def _spread(scale, R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, TK: tl.constexpr):
-    """A scale per block -> one that broadcasts to (H, TK)."""
+    """A scale per block -> scales that broadcast to (H, TK)."""
     if (R == 1 and C == TK) or (R == H and C == 1):
         result = scale
     else:
@@ -37,14 +37,14 @@ def _spread(scale, R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, TK: tl.con
 
 @triton.jit
 def _keep(out, stored, bm, bk, gm, gk, DOWN: tl.constexpr):
-    """Store the scales of blocks bm, bk of a gm x gk grid; those below each other lie next to each other where DOWN."""
+    """Store the scales of blocks bm, bk of a gm x gk grid. With DOWN the grid is stored by columns."""
     at = bk * gm + bm if DOWN else bm * gk + bk
     tl.store(out + at, stored, mask=(bm < gm) & (bk < gk))
 
 
 @triton.jit
 def one_scale(source, scales, P, pm, pk, limits, FROM: tl.constexpr, CODEC: tl.constexpr, N: tl.constexpr):
-    """The one scale of a plane, given or from partial amaxes; the first tile stores it."""
+    """The one scale of a plane, from outside or from partial amaxes. The first tile stores it."""
     if FROM == OUTSIDE:
         amax = tl.load(source)
         scale = given_scale(amax, CODEC)
@@ -58,7 +58,7 @@ def one_scale(source, scales, P, pm, pk, limits, FROM: tl.constexpr, CODEC: tl.c
 
 @triton.jit
 def line_scales(source, scales, read, write, exists, stores, limits, CODEC: tl.constexpr):
-    """The scales (T,) of whole lines, read at one place and stored at another: each made once, not by every thread."""
+    """The scales (T,) of whole lines, read at one place and stored at another. Each is computed once, by one thread."""
     amax = tl.load(source + read, mask=exists, other=1).to(tl.float32, bitcast=True)
     scale = encode_scale(amax, limits, CODEC)
     tl.store(scales + write, stored_scale(amax, scale, limits[0], CODEC), mask=exists & stores)
@@ -93,7 +93,7 @@ def scale_of_rows(
     one, line, magnitude, scales, m, M, K, pk, limits,
     FROM: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CODEC: tl.constexpr, H: tl.constexpr, TK: tl.constexpr,
 ):  # fmt: skip
-    """What rows m of the rowwise plane are multiplied by: the scale of their lines, of their blocks, or the one."""
+    """The multipliers of rows m of the rowwise plane: the scales of lines, those of blocks, or the one scale."""
     if FROM == LINE:
         result = line
     elif FROM == BLOCK and R == 1:

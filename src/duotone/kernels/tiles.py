@@ -30,7 +30,7 @@ from duotone.kernels.tile_scales import (
 
 @triton.jit
 def existing(i, rows, j, cols, EVEN: tl.constexpr):
-    """Which elements exist; None where all do."""
+    """Which elements exist. None if all exist."""
     if EVEN:
         result = None
     else:
@@ -40,7 +40,7 @@ def existing(i, rows, j, cols, EVEN: tl.constexpr):
 
 @triton.jit
 def magnitude(value, ELEMENT: tl.constexpr, CODEC: tl.constexpr):
-    """|value|. NaN of an element without NaN is infinite, so that the scale of its block is NaN, unless that HIDES."""
+    """|value|. If the element has no NaN, NaN is infinite, so that its block has a scale of NaN, unless that HIDES."""
     result = tl.abs(value)
     if is_small(ELEMENT) and not hides(CODEC):
         result = tl.where(result == result, result, float("inf"))
@@ -70,7 +70,7 @@ def _store_turned_pairs(
     v0, v1, v2, v3 = values
     low, high = tl.join(v0 * scale, v2 * scale), tl.join(v1 * scale, v3 * scale)
     high = codes_of(high, ELEMENT)
-    if not EVEN:  # what lies behind the last row is 0, also under a scale that is NaN
+    if not EVEN:  # behind the last row codes are 0, even if the scale is NaN
         m = pm * 4 * H + 4 * tl.arange(0, H)[:, None, None] + 2 * tl.arange(0, 2)[None, None, :] + 1
         high = tl.where(m < M, high, 0)
     pairs = codes_of(low, ELEMENT) | (high << 4)
@@ -85,14 +85,14 @@ def _store_pairs(codes, out, row, i, m, pk, M, K, EVEN: tl.constexpr, H: tl.cons
     """The codes of rows `row` + i, of 4 bits, into bytes (M, ceil(K / 2))."""
     k, width = (pk * (TK // 2) + tl.arange(0, TK // 2))[None, :], tl.cdiv(K, 2)
     low, high = tl.split(tl.reshape(codes, [H, TK // 2, 2]))
-    if not EVEN:  # what lies behind the last column is 0, also under a scale that is NaN
+    if not EVEN:  # behind the last column codes are 0, even if the scale is NaN
         high = tl.where(2 * k + 1 < K, high, 0)
     tl.store(out + row * width + (i * width + k), low | (high << 4), mask=existing(m, M, k, width, EVEN))
 
 
 @triton.jit
 def _highest(values, below, ELEMENT: tl.constexpr, CODEC: tl.constexpr):
-    """The largest of the four `magnitude`s: `below`, the one without NaN, unless NaN counts."""
+    """The largest of the four `magnitude`s; if NaN does not count, `below`, which has none."""
     if is_small(ELEMENT) and not hides(CODEC):
         v0, v1, v2, v3 = values
         upper = tl.maximum(magnitude(v0, ELEMENT, CODEC), magnitude(v1, ELEMENT, CODEC))
@@ -102,7 +102,7 @@ def _highest(values, below, ELEMENT: tl.constexpr, CODEC: tl.constexpr):
 
 @triton.jit
 def _next_tile(across, BACKWARDS: tl.constexpr):
-    """Which tile is next; from the end behind amaxes, which read that last, so that L2 still holds it."""
+    """The tile of a program. After amaxes it is from the end, which they read last, so that L2 still holds it."""
     tile = tl.program_id(0)
     if BACKWARDS:
         tile = tl.num_programs(0) - 1 - tile
@@ -116,9 +116,9 @@ def cast_tile(
     COL: tl.constexpr, COL_ELEMENT: tl.constexpr, COL_R: tl.constexpr, COL_C: tl.constexpr, COL_CODEC: tl.constexpr,
     MARKS: tl.constexpr, RECORD: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Amax, codes and scales of a tile. A plane is its codes, its scales, what those are made of and three limits.
+    """Amax, codes and scales of a tile. A plane is its codes, its scales, the source of these and three limits.
 
-    Rows of columnwise codes have LENGTH elements, zeros behind the M-th, and lie STRIDE apart.
+    Rows of columnwise codes have LENGTH elements, with zeros behind the M-th, and lie STRIDE apart.
     """
     H: tl.constexpr = TM // 4
     SQUARE: tl.constexpr = ROW == BLOCK and ROW_R > 1
@@ -177,13 +177,13 @@ def cast_kernel(
     WHAT: tl.constexpr, ACT: tl.constexpr, MARKS: tl.constexpr, RECORD: tl.constexpr,
     TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the matrix that is made of x and z, or the norm: its amax where needed, codes and scales of planes.
-    Of gated gradients two, one in each half.
+    """One tile of the matrix that follows from x and z, or of the norm: its amax if needed, codes and scales of planes.
+    Gated gradients have two tiles, one in each half.
 
-    `row_from` and `col_from` hold an encode scale or amaxes; the amax of the matrix goes into `live` where RECORD.
-    Where it MARKS, infinities are NaN. Blocks are ROW_R x ROW_C and COL_R x COL_C as they lie in x. A thread holds four
-    rows below each other, so that the transposed codes move through shared memory as words.
-    If `noop` is not 0, nothing is read or written.
+    `row_from` and `col_from` hold an encode scale or amaxes. With RECORD the amax of the matrix goes into `live`. With
+    MARKS infinities are NaN. Blocks are ROW_R x ROW_C and COL_R x COL_C as they lie in x. A thread holds four rows
+    below each other, so that the transposed codes move through shared memory as words. If `noop` is not 0, nothing is
+    read or written.
     """
     if noop is not None:
         if tl.load(noop) != 0:

@@ -1,7 +1,7 @@
 """NVFP4's scales inside of kernels: E4M3 numbers of blocks under one fp32 number, as `duotone.formats.scales` says.
 
-Blocks are groups of 16 elements (see `e2m1`), or squares: SQUARE 1 where their groups lie below each other in a tile of
-(A, B) groups, 2 where they lie beside each other.
+Blocks are groups of 16 elements (see `e2m1`), or squares. SQUARE is 1 if the groups of a square lie below each other in
+a tile of (A, B) groups, and 2 if they lie beside each other.
 """
 
 import torch
@@ -12,7 +12,7 @@ from duotone.formats import ErrorNorm
 from duotone.kernels.e2m1 import largest, quantized
 
 MAE, MSE = tl.constexpr(1), tl.constexpr(2)
-"""Errors by which a block's amax becomes 6 or 4."""
+"""Errors that decide whether a block's amax becomes 6 or 4."""
 
 SEARCHES = {None: 0, ErrorNorm.MAE: MAE.value, ErrorNorm.MSE: MSE.value}
 FLT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
@@ -22,7 +22,7 @@ SIXTH = tl.constexpr(torch.tensor(1.0 / 6.0).item())
 
 @triton.jit
 def _outer(g, top):
-    """S = top / g, 1 where g says nothing."""
+    """S = top / g; 1 if g is 0 or the quotient is 0."""
     result = tl.minimum(tl.div_rn(top, g), FLT_MAX)
     return tl.where((g == 0.0) | (result == 0.0), 1.0, result)
 
@@ -34,7 +34,7 @@ def _stored(scale):
 
 @triton.jit
 def _multiplier(code, inverse):
-    """What elements under a stored scale are multiplied by; a scale of 0 gives FLT_MAX."""
+    """The multiplier of elements under a stored scale. For a scale of 0 it is FLT_MAX."""
     divisor = code.to(tl.float32) * inverse
     return tl.minimum(tl.div_rn(1.0, divisor), FLT_MAX)
 
@@ -65,7 +65,7 @@ def spread(t, A: tl.constexpr, B: tl.constexpr, SQUARE: tl.constexpr):
 
 @triton.jit
 def _error(v, code, q, g, top, SEARCH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, SQUARE: tl.constexpr):
-    """What a candidate loses in each block: along groups in order, then over the groups of a square by halves."""
+    """The error of a candidate in each block: summed along groups in order, then over groups of a square by halves."""
     scale, q = spread(code.to(tl.float32), A, B, SQUARE), spread(q, A, B, SQUARE)
     for j in tl.static_range(16):
         value = quantized(v[j], q) * scale * g
@@ -82,7 +82,7 @@ def _error(v, code, q, g, top, SEARCH: tl.constexpr, A: tl.constexpr, B: tl.cons
 
 @triton.jit
 def scales(v, g, top, SEARCH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, SQUARE: tl.constexpr):
-    """E4M3 scales of blocks as bytes, and what their elements are multiplied by."""
+    """E4M3 scales of blocks as bytes, and the multipliers of their elements."""
     amax = _by_block(largest(v, False), A, B, SQUARE)
     outer = _outer(g, top)
     inverse = tl.div_rn(1.0, outer)
