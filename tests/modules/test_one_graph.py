@@ -314,6 +314,34 @@ def test_blocks_with_quantized_parameters_compile_once(name: str) -> None:
     assert counter.frame_count == 1
 
 
+def test_a_whole_step_compiles_a_forward_and_a_write_and_nothing_that_rolls() -> None:
+    """The engine calls what rolls scales within the compiled step. Values are those of eager steps."""
+    recipe = recipes.load("fp8-delayed")
+    compiled = blocks(recipe, count=2)
+    duotone.convert_parameters(compiled, recipe)
+    eager = copy.deepcopy(compiled)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    inputs = torch.randn(3, 32, WIDTH).bfloat16()
+
+    def train(m: nn.Module, how: Callable[[Callable[[Tensor], None]], Callable[[Tensor], None]]) -> list[Tensor]:
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> None:
+            m(x).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        run = how(step)
+        for x in inputs:
+            run(x)
+        return [*(b.clone() for b in m.buffers()), *(p.detach().dequantize() for p in m.parameters())]
+
+    got, expected = train(compiled, lambda step: torch.compile(step, backend=counter)), train(eager, lambda step: step)
+    assert all(torch.equal(*both) for both in zip(got, expected, strict=True))
+    assert counter.frame_count == 2
+
+
 def test_a_graph_that_writes_a_weight_serves_no_other_weight() -> None:
     """Amaxes of a write go into the state of that weight alone, whose number such a graph may hold."""
     recipe = recipes.load("fp8-delayed")

@@ -20,7 +20,7 @@ from duotone.errors import UserError
 from duotone.state import history, torch_private
 from duotone.state.delayed import STATES, DelayedState
 from duotone.state.region import STACK, AutocastRegion, Recorded, Recording, outermost_region
-from duotone.state.torch_private import MICROBATCH, PIPELINES, in_pipeline
+from duotone.state.torch_private import MICROBATCH, PIPELINES, in_pipeline, never_compiled
 from duotone.tensor.history import History
 
 ALONE = (
@@ -83,6 +83,7 @@ class Pending:
         self.end = weakref.ref(end)
         self.has_backwards = True
 
+    @never_compiled
     def end_of_backward(self) -> None:
         """Roll what this thread recorded, and what threads recorded whose backward runs elsewhere."""
         self.end = None
@@ -134,6 +135,7 @@ OTHERS = Pending()
 """The pending states of backwards in threads that ran no forward."""
 
 
+@never_compiled
 def end_of_region(region: AutocastRegion, *, failed: bool) -> None:
     """Roll the forward states of a region that has ended. An open region of this thread and task takes them over."""
     finished, region.recorded = region.recorded, set()
@@ -154,6 +156,7 @@ def end_of_region(region: AutocastRegion, *, failed: bool) -> None:
     roll(finished | together)
 
 
+@never_compiled
 def roll_after(gradient: Tensor) -> None:
     """A hook for the output of a module whose gradient is not delayed, so that no slot of its backward schedules."""
     waiting = pending()
