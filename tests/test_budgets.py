@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39677
+LIBRARY_LINES = 39679
 TOOL_LINES = 7951
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -26,7 +26,7 @@ BUDGETS = {
     "attention": (2952, 20, 0),
     "cli": (1547, 2, 0),
     "comm": (200, 1, 0),
-    "compat": (2518, 7, 0),
+    "compat": (2519, 7, 0),
     "conversion": (2706, 5, 0),
     "dispatch": (3509, 1, 0),
     "distributed": (473, 3, 0),
@@ -41,7 +41,7 @@ BUDGETS = {
     "optim": (855, 3, 0),
     "package": (348, 1, 0),
     "pipeline": (1599, 15, 0),
-    "planned": (3379, 16, 0),
+    "planned": (3380, 16, 0),
     "recipes": (2016, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1422, 0, 0),

@@ -18,7 +18,7 @@ HandleMaker = Callable[[], quantizers.QuantizerHandle]
 
 
 def _by_tensor_type(name: str, default: Maker, module_types: tuple[str, ...] = LINEAR, **makers: Maker) -> Factory:
-    """The factory of that name: it calls the maker for the tensor type of a role of `module_types`, else `default`."""
+    """The factory of that name. For a role of `module_types` it calls the maker for the tensor type, else `default`."""
 
     def factory(role: QuantizerRole | None) -> Answer:
         kind = role.tensor_type if role is not None and role.module_type in module_types else ""
@@ -79,13 +79,13 @@ nvfp4_row_scaled_fwd_high_precision_bwd_factory = _by_tensor_type(
 
 
 def current_scaling_factory(role: QuantizerRole | None) -> Answer:
-    """FP8 with one scale for each tensor: E5M2 for gradients, of attention too."""
+    """FP8 with one scale for each tensor. Gradients, also those of attention, are E5M2."""
     gradient = role is not None and role.tensor_type in GRADIENTS
     return quantizers.Float8CurrentScalingQuantizer("e5m2" if gradient else "e4m3")
 
 
 def nvfp4_linear_fp8_dpa_factory(role: QuantizerRole | None) -> Answer:
-    """NVFP4 linears; attention in FP8, its softmax with a delayed scale of one step."""
+    """NVFP4 linears and FP8 attention, whose softmax has a delayed scale of one step."""
     name, kind = ("", "") if role is None else (role.name, role.tensor_type)
     is_attention = role is not None and role.module_type == "dpa"
     if is_attention and kind in ("s", "dp"):

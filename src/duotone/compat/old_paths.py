@@ -1,8 +1,8 @@
 """Where the classes and functions of old pickles are now.
 
-A pickle names them by module and attribute. Add a row to `MOVED` for what you move or rename, and for nothing else:
-"old.module" for a module that is gone, "old.module:name" for a name that left a module or was renamed in it. The new
-place may itself be an old one with a row. `tests/old_files` loads what older commits wrote.
+A pickle names them by module and attribute. Add a row to `MOVED` for everything that you move or rename, and for
+nothing else. Its key is "old.module" for a module that no longer exists, and "old.module:name" for a name that left a
+module or was renamed. The new place may be an old one with a row too. `tests/old_files` loads what older commits wrote.
 """
 
 import pkgutil

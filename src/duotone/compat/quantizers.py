@@ -68,7 +68,7 @@ class QuantizerHandle:
         super().__setattr__(name, value)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Change the planes that later calls make. Existing tensors stay as they are."""
+        """Change which planes later calls compute. Existing tensors do not change."""
         row, col = self._usage
         self._usage = Usage(row if rowwise is None else rowwise, col if columnwise is None else columnwise)
 
@@ -106,12 +106,12 @@ class QuantizerHandle:
         ctx: QuantizeContext = LOCAL,
         seed: Tensor | None = None,
     ) -> QuantizedTensor:
-        """Rewrite the held planes of `target` that the usages name. A `noop_flag` that is not 0 keeps every byte."""
+        """Rewrite the planes of `target` that the usages name. If `noop_flag` is not 0, no byte changes."""
         ctx = self._context(ctx, seed)
         return self.value.quantize(source, out=target, usage=self._usage, noop_flag=noop_flag, ctx=ctx)
 
     def make_empty(self, shape: tuple[int, ...], **kwargs: Any) -> QuantizedTensor:
-        """The buffers that `quantize` would make, uninitialised. Keywords are those of `Quantizer.make_empty`."""
+        """A quantized tensor of this shape with uninitialised buffers. Keywords are those of `Quantizer.make_empty`."""
         return self.value.make_empty(tuple(shape), usage=self._usage, **kwargs)
 
     def calibrate(self, tensor: Tensor) -> None:

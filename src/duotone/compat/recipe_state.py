@@ -54,8 +54,9 @@ class RecipeState:
     ) -> "RecipeState":
         """The state of a recipe in a `mode`, "forward" or "backward".
 
-        Slots without a role, or whose role names no tensor of a linear, are in turn input, weight and output (forward),
-        or grad_output and grad_input (backward). Raises UserError, a ValueError, if the arguments do not fit together.
+        A slot without a role, or with a role that names no tensor of a linear, goes by its position: input, weight and
+        output in turn (forward), or grad_output and grad_input (backward). Raises UserError, a ValueError, if the
+        arguments do not fit together.
         """
         recipe = as_recipe("RecipeState", recipe)
         if mode not in SLOTS:
@@ -78,7 +79,7 @@ class RecipeState:
 
     @property
     def scale(self) -> Tensor | None:
-        """fp32 (n,): the encode scales by slot, then of second directions. None without delayed scaling."""
+        """fp32 (n,): the encode scales of the slots, then of their second directions. None without delayed scaling."""
         return None if self.delayed is None else self.delayed.scale
 
     @property
@@ -92,7 +93,7 @@ class RecipeState:
         return [self._handle(i, value, second) for i, value in enumerate(self.values)]
 
     def roll(self) -> None:
-        """Update the delayed scales now, in loops without autocast and backward, which otherwise do it."""
+        """Update the delayed scales now. Loops without autocast and backward need it; these do it otherwise."""
         if self.delayed is not None:
             roll_all([self.delayed])
 

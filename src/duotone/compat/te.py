@@ -83,7 +83,7 @@ class Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of their module, None for any other. ModuleNotFoundError if Duotone has no counterpart."""
+        """The spec of a module of Transformer Engine, else None. ModuleNotFoundError if Duotone has no counterpart."""
         if fullname in MODULES:
             return ModuleSpec(fullname, self, origin=__name__, is_package=True)
         if fullname.startswith(f"{ROOT}."):
@@ -115,9 +115,9 @@ FINDER = Finder()
 def install() -> None:
     """Let `import transformer_engine`, its PyTorch modules and its recipes resolve to Duotone in this process.
 
-    Names, defaults and numerics are those of Transformer Engine. What has no counterpart is a UserError that names it
-    and what to write instead. Call it before anything imports or looks for `transformer_engine`; again is allowed.
-    UserError if the real package is imported already.
+    Names, defaults and numerics are those of Transformer Engine. A name without a counterpart is a UserError that says
+    what to write instead. Call `install` before anything imports or looks for `transformer_engine`. It may be called
+    again. UserError if the real package is imported already.
     """
     imported = sys.modules.get(ROOT)
     if imported is not None and not isinstance(imported, Names):

@@ -1,4 +1,4 @@
-"""What a script uses of Transformer Engine, from its text: what runs after `install()`, and what to write instead."""
+"""What a script uses of Transformer Engine, by its text: what runs after `install()`, and what to write instead."""
 
 import ast
 import pkgutil
@@ -65,14 +65,14 @@ class Script:
             self.imported.append((line, path))
 
     def path(self, node: ast.expr) -> str:
-        """The full name of an expression, "" if it is none of Transformer Engine's."""
+        """The full name of an expression, or "" if it is not of Transformer Engine."""
         if isinstance(node, ast.Name):
             return self.paths.get(node.id, "")
         base = self.path(node.value) if isinstance(node, ast.Attribute) else ""
         return f"{base}.{node.attr}" if base and isinstance(node, ast.Attribute) else ""
 
     def imports(self) -> Iterator[Use]:
-        """Imports that are refused themselves."""
+        """Imports that fail."""
         for line, path in self.imported:
             module, name = split(path)
             if name == "*":
@@ -90,7 +90,7 @@ class Script:
                 yield Use(node.lineno, name, status, native(path) if path else remedy(module, name) or UNKNOWN)
 
     def calls(self) -> Iterator[Use]:
-        """Options that are refused, and inputs by the name that they have there."""
+        """Options that are refused, and inputs under their names in Transformer Engine."""
         for node in (node for node in self.nodes if isinstance(node, ast.Call)):
             module, name = split(self.path(node.func))
             if name:
@@ -113,7 +113,7 @@ def remedy(module: str, name: str) -> str | None:
 
 
 def native(path: str) -> str:
-    """What stands for a name in a script of Duotone. `path` is where the name is here."""
+    """What a script of Duotone writes for a name. `path` is the place of the name in Duotone."""
     return NATIVE.get(path.partition(":")[2]) or path.replace(":", ".")
 
 

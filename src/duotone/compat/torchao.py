@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 FLOOR = 1e-12
-"""A smaller amax counts as this in torchao."""
+"""The least amax that counts in torchao; a smaller one counts as this."""
 
 
 class ScalingType(Enum):
@@ -34,7 +34,7 @@ class ScalingType(Enum):
 
 
 class ScalingGranularity(Enum):
-    """What shares a scale: a tensor, or a row of an operand."""
+    """Which elements share a scale: those of a tensor, or of a row of an operand."""
 
     TENSORWISE = "tensorwise"
     AXISWISE = "axiswise"
@@ -66,7 +66,7 @@ class Float8GemmConfig:
 
 @dataclass(frozen=True)
 class Float8LinearConfig:
-    """How a linear is cast. A cast of None for the second product of a tensor is that of its first."""
+    """How a linear is cast. If the cast for the second product of a tensor is None, that of the first holds."""
 
     cast_config_input: CastConfig = CastConfig()
     cast_config_input_for_grad_weight: CastConfig | None = None
@@ -150,7 +150,7 @@ def convert_to_float8_training(
     module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
     config: Any = None,
 ) -> nn.Module:
-    """`duotone.convert` of the linears that `module_filter_fn(linear, full name)` takes, all without it, in place.
+    """Convert in place the linears for which `module_filter_fn(linear, full name)` is true; without it, all linears.
 
     `config` is a config of torchao or of this module, or a name of `from_recipe_name`; None is "tensorwise". Other
     modules stay in high precision. UserError if the config has no counterpart.

@@ -1,4 +1,4 @@
-"""Ranks that follow the same recipes: compared when asked to, and where DistributedDataParallel takes a model."""
+"""Ranks that follow the same recipes. They are compared on request, and when DistributedDataParallel takes a model."""
 
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -42,7 +42,7 @@ class WrappedModels:
     is_registered = False
 
     def register(self) -> None:
-        """Begin to compare, if it has not begun."""
+        """Start to compare, unless it was started before."""
         if not self.is_registered:
             self.is_registered = True
             register_module_module_registration_hook(self)

@@ -137,9 +137,9 @@ def set_aside(module: HoldsStates, state_dict: dict[str, Tensor], prefix: str) -
 
 
 def prepare_load(module: "Planned", state_dict: dict[str, Tensor], prefix: str) -> None:
-    """Give quantized weights a scale for the values of a checkpoint: its own, or a new one where that would clip.
+    """Give quantized weights a scale for the values of a checkpoint: the checkpoint's, or a new one if that would clip.
 
-    A module loads its parameters before its states, and values that were clipped stay so. All ranks with a shard call.
+    A module loads its parameters before its states, and clipped values stay clipped. All ranks with a shard call this.
     """
     state, start = module._modules.get(FORWARD_STATE), f"{prefix}{FORWARD_STATE}."
     if not isinstance(state, DelayedState):

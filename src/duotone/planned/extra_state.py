@@ -1,7 +1,7 @@
 """`_extra_state`: delayed scaling as checkpoints of Transformer Engine hold it, read without running their code.
 
-Bytes of a pickle or of `torch.save`, as a uint8 tensor or an `io.BytesIO`; older versions store the dict itself.
-Forward slots of a linear are input, weight and perhaps output, backward slots grad_output and grad_input.
+It holds the bytes of a pickle or of `torch.save`, as a uint8 tensor or an `io.BytesIO`. Older versions store the dict
+itself. Forward slots of a linear are input, weight and perhaps output. Backward slots are grad_output and grad_input.
 """
 
 import io
@@ -20,14 +20,14 @@ PARTS = ("scale", "amax_history")
 PASSES = {"forward": "fwd", "backward": "bwd"}
 Slots = Mapping[str, Sequence[int]]
 LINEAR: Slots = {"forward": (0, 0, 1, 1), "backward": (0, 0)}
-"""For each slot of a linear here the slot there. Both directions share one there."""
+"""Slot of a linear in Duotone -> slot in Transformer Engine, where both directions share one."""
 
 ATTENTION: Slots = {"forward": (2, 2, 2, 2, 2, 2, 8, 8, 3, 3), "backward": (3, 3, 5, 5)}
-"""The slots of attention: query, key and value share a slot there; then the softmax and the output, dO and dP."""
+"""The same for attention. There query, key and value share a slot; softmax, output, dO and dP have one each."""
 
 
 class Opaque:
-    """Stands for an object of Transformer Engine, such as a recipe; its fields are not looked at."""
+    """Stands for an object of Transformer Engine, such as a recipe. Nothing reads its fields."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -47,7 +47,7 @@ ALLOWED: dict[str, Callable[..., object]] = {
 
 
 class Unpickler(pickle.Unpickler):
-    """Builds tensors and plain values alone. UserError for everything else that a pickle names."""
+    """Builds only tensors and plain values. UserError for everything else that a pickle names."""
 
     def find_class(self, module: str, name: str) -> object:
         """The class or function of a name in a pickle. UserError unless it is allowed."""
@@ -60,7 +60,7 @@ class Unpickler(pickle.Unpickler):
 
 
 def read(extra: object) -> dict[str, object]:
-    """What an `_extra_state` holds, {} for nothing. UserError for what Transformer Engine does not write."""
+    """The content of an `_extra_state`; {} if it is empty. UserError for what Transformer Engine does not write."""
     if isinstance(extra, Tensor):
         extra = io.BytesIO(extra.detach().cpu().numpy().tobytes())
     if isinstance(extra, io.BytesIO):
@@ -86,9 +86,9 @@ def read(extra: object) -> dict[str, object]:
 
 
 def unpack(state_dict: dict[str, Tensor], prefix: str, linears: Sequence[str] = ("",), slots: Slots = LINEAR) -> None:
-    """Replace `_extra_state` in a checkpoint by the delayed states of modules here; nothing stands for no state.
+    """Replace `_extra_state` in a checkpoint by the delayed states of Duotone's modules. Without a state it goes.
 
-    `linears` are the prefixes of the modules, one for each linear of the module there. UserError if slots do not fit.
+    `linears` are the prefixes of the modules, one for each linear of their module. UserError if slots do not fit.
     """
     state = read(state_dict.pop(f"{prefix}_extra_state", None))
     for direction, short in PASSES.items():

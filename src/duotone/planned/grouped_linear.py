@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class GroupedLinear(PlannedGroup, nn.Module):
     """y_i = x_i w_i^T + b_i for consecutive rows x_i of one input: the values of `num_gemms` separate Linears.
 
-    It has their bits too, except on Hopper where one kernel multiplies all experts: it sums in another order.
+    It has their bits too, unless one kernel of Hopper multiplies all experts, which sums in another order.
 
     Parameters are `weight0`, `bias0` and so on; with `single_grouped_weight` one `weight` (n, out_features,
     in_features), with `single_grouped_bias` one `bias` (n, out_features). Checkpoints of either kind load into both.
@@ -155,13 +155,13 @@ class GroupedLinear(PlannedGroup, nn.Module):
             return tensors_of(self, "weight")["weight"].unbind(0)
         with torch.inference_mode(False), torch.no_grad():
             whole = tensors_of(self, "weight")["weight"]
-            if is_distributed(whole):  # between passes of FSDP2, a rank has some experts alone
+            if is_distributed(whole):  # between passes of FSDP2, a rank has only some experts
                 whole = torch.empty((), dtype=whole.dtype, device=shard_of(whole).device).expand(whole.shape)
             members = whole.unbind(0)
         return tuple(w.requires_grad_(whole.requires_grad) for w in members)  # type: ignore
 
     def whole_weights(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        traced = torch.compiler.is_dynamo_compiling()  # which knows no question for inference mode
+        traced = torch.compiler.is_dynamo_compiling()  # a trace cannot ask about inference mode
         members = self.single_grouped_weight and (traced or not torch.is_inference_mode_enabled())
         return tensors_of(self, "weight")["weight"].unbind(0) if members else weights
 
@@ -181,7 +181,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
         return super().__getattr__(name)
 
     def reset_parameters(self) -> None:
-        """Fill the parameters anew as so many Linears; those on meta come to the default device first."""
+        """Fill the parameters anew, as those of separate Linears. Those on meta come to the default device first."""
         initialise(self)
 
     @property
@@ -215,7 +215,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
         self._rename(destination, prefix, 0, self.first_gemm)
 
     def _rename(self, state_dict: dict[str, Tensor], prefix: str, first: int, to: int) -> None:
-        """Move the entries of this rank's linears from the numbers `first`... to the numbers `to`..."""
+        """Rename the entries of this rank's linears: numbers from `first` on become numbers from `to` on."""
         if first != to:
             for kind in ("weight", "bias"):
                 places = [(f"{prefix}{kind}{first + i}", f"{prefix}{kind}{to + i}") for i in range(self.num_gemms)]
@@ -228,7 +228,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
 
 @torch.no_grad()
 def _packed(like: Tensor | None, members: list[Tensor]) -> Tensor:
-    """One tensor of the members, quantized as `like` is; bytes of the same formats stay as they are."""
+    """One tensor of the members, quantized like `like`. Members in the same formats keep their bytes."""
     if not isinstance(like, QuantizedTensor):
         return torch.stack([m.dequantize() if isinstance(m, QuantizedTensor) else m for m in members])
     whole = like.detach().clone()

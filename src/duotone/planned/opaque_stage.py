@@ -1,6 +1,6 @@
 """OpaqueStage: a stage that a graph calls as one op forward and one backward, in which the eager stage runs.
 
-For calls that keep tensors from one to the next (cached weights, `main_grad`, gradients that are put off), and for
+It serves calls that keep tensors until the next call (cached weights, `main_grad`, delayed gradients). It also serves
 groups, whose row counts may lie on a device. What forward saves stays in Python, as long as a graph holds its token.
 """
 
@@ -237,4 +237,4 @@ _GRADIENTS = (
 define_op(_STAGE_FORWARD, _forward, _fake_forward, tags=STATEFUL)
 define_op(f"stage_backward{_GRADIENTS}", _backward, _fake_backward, tags=STATEFUL)
 define_op(f"stage_backward_kept{_GRADIENTS}", _backward, _fake_backward, tags=STATEFUL)
-mark_effect("duotone::stage_backward_kept")  # of which a graph may need no output
+mark_effect("duotone::stage_backward_kept")  # a graph may need none of its outputs

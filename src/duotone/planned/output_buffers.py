@@ -24,7 +24,7 @@ def check_place(name: str, place: object, like: Tensor, dtype: torch.dtype, shap
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors lie in one storage, at places that meet."""
+    """Whether two tensors share memory."""
     if isinstance(b, QuantizedTensor) or not a.numel() or not b.numel():
         return False
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
@@ -37,9 +37,9 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def placed_output(y: Tensor, place: Tensor, counted: Tensor | None) -> Tensor:
-    """Write y (R, N) into the first rows of `place` (*lead, N), and return the place. Other rows stay as they are.
+    """Write y (R, N) into the first rows of `place` (*lead, N), and return `place`. Other rows do not change.
 
-    `counted`, a tensor of one element, says how many rows of y count; None is all.
+    `counted`, a tensor of one element, is the number of rows of y that count; None: all rows.
     """
     count = y.shape[0]
 
@@ -51,10 +51,10 @@ def placed_output(y: Tensor, place: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def placed_gradient(x: Tensor, count: int, place: Tensor, counted: Tensor | None) -> Tensor:
-    """The first `count` rows of x (*lead, K). `counted`, a tensor of one element, says how many of them count.
+    """The first `count` rows of x (*lead, K). `counted`, a tensor of one element, is the number of them that count.
 
-    Their gradient goes to `place`, of x's shape, whose other rows stay as they are. The place is the gradient of x.
-    Under `create_graph` that is a new tensor with zeros in other rows, because a graph must not be written over.
+    Their gradient goes to `place`, which has x's shape and is the gradient of x. Its other rows do not change. Under
+    `create_graph` the gradient is a new tensor with zeros in other rows: a graph must not be written over.
     """
 
     def gradients(dy: Tensor) -> tuple[Tensor]:

@@ -129,11 +129,11 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
-        """The weight of each linear that this module is."""
+        """The weights: one for each linear of this module."""
         return (self.weight,)
 
     def weight_owners(self, member: int) -> tuple[nn.Parameter, ...]:
-        """The parameters that the weight of a linear is, is a part of, or consists of."""
+        """The parameters from which the weight of a linear comes: itself, one that contains it, or its pieces."""
         return (self.weights[member],)
 
     @property
@@ -174,7 +174,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         return self.plans.stage(info_of(x), weights_grad, self.weight_held).plan
 
     def kernel_of(self, plan: LinearPlan, gemm: GemmPlan) -> tuple[str, str]:
-        """The name of the kernel that runs `gemm`, a GEMM of the plan, in this module, and the reason."""
+        """The name of the kernel that runs a GEMM of the plan in this module, and the reason."""
         return gemm.rule.name, gemm.reason
 
     def make_stage(self, linears: list[LinearStage]) -> PlannedStage:
@@ -200,7 +200,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         self.plans.options.hooks.append(hook)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """As nn.Module. Quantized parameters change only device and nominal dtype. A seed on meta starts again."""
+        """Like nn.Module. Quantized parameters change only device and nominal dtype. A seed on meta starts again."""
         seed = self._buffers.get(seeds.BUFFER)
         shards = {name: shard_of(p) for name, p in self._parameters.items() if is_distributed(p)}
         quantized = {name: p for name, p in self._parameters.items() if isinstance(p, QuantizedTensor)}
@@ -221,7 +221,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
-        """As nn.Module. Delayed-scaling states that the module lacks wait for a recipe that needs them."""
+        """Like nn.Module. Delayed-scaling states that the module lacks wait for a recipe that needs them."""
         tell_shards(self._parameters.values())
         extra_state.unpack(state_dict, prefix, ("",) * self.num_gemms)
         self.saved_states.update(delayed_states.set_aside(self, state_dict, prefix))

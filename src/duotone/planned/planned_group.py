@@ -1,4 +1,4 @@
-"""PlannedGroup: what modules share whose linears each take their own rows of one input, under one plan."""
+"""PlannedGroup: the base of modules with several linears under one plan. Each linear takes some rows of one input."""
 
 from collections.abc import Sequence
 
@@ -30,11 +30,11 @@ class PlannedGroup(Planned):
     extra_inputs = 1
     num_gemms: int
     first_gemm = all_gemms = 0
-    """The number of the first linear among those of all ranks, and how many these are; 0 if one rank has all."""
+    """The number of the first linear among the linears of all ranks, and the number of these. 0 if one rank has all."""
 
     return_bias = False
     single_grouped_weight = single_grouped_bias = True
-    """Whether one packed parameter holds those of all experts."""
+    """Whether one packed parameter holds the weights, or the biases, of all experts."""
 
     @property
     def biases(self) -> tuple[Tensor | None, ...]:
@@ -90,7 +90,7 @@ class PlannedGroup(Planned):
     def _require_alike(
         self, kind: str, parameters: Sequence[Tensor | None], shape: Sequence[int], device: torch.device
     ) -> None:
-        """UserError unless those that are given have this shape, on this device: kernels see addresses."""
+        """UserError unless all that are not None have this shape, on this device: kernels only see addresses."""
         if all([p is None or (p.shape == shape and p.device == device) for p in parameters]):
             return
         for i, p in enumerate(parameters):
@@ -153,7 +153,7 @@ class PlannedGroup(Planned):
         return self.make_stage(linears)
 
     def refuse_held(self, weight: nn.Parameter) -> None:
-        """UserError where a scale or a block of a packed weight would belong to two experts."""
+        """UserError if a scale or a block of a packed weight would belong to two experts."""
         if not self.single_grouped_weight or not isinstance(weight, QuantizedTensor):
             return
         for dim, plane in enumerate(weight.planes):
@@ -170,7 +170,7 @@ class PlannedGroup(Planned):
 
 
 def leaves_splits(stage: GroupedStage, signal: TensorInfo) -> bool:
-    """Whether row counts that lie on the device are left there."""
+    """Whether row counts on the device stay there, so that the host does not wait."""
     return signal.device == "cuda" and stage.takes_device_splits
 
 

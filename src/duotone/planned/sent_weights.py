@@ -44,10 +44,11 @@ SIDES = ROWWISE, COLUMNWISE
 def gather_quantized(model: nn.Module) -> nn.Module:
     """Let FSDP2 gather the planes of plain weights, which each rank encodes from its shard. The bits stay the same.
 
-    For converted linears and Duotone modules, before or after `fully_shard`, and before the first forward. Parameters,
-    gradients, optimizer states and checkpoints stay plain. A weight keeps the formats of its first forward. Some travel
-    as they are, with a warning: weights in pieces, packed ones, those on the CPU, and those that FSDP2 cuts along
-    columns. UserError if a recipe rounds weights stochastically, and in compiled code if it scales them by history.
+    Call it on a model with converted linears or Duotone modules, before or after `fully_shard`, and before the first
+    forward. Parameters, gradients, optimizer states and checkpoints stay plain. A weight keeps the formats of its first
+    forward. Some weights travel in high precision, with a warning: weights in pieces, packed ones, weights on the CPU,
+    and weights that FSDP2 cuts along columns. UserError if a recipe rounds weights stochastically, and in compiled code
+    if it scales them by history.
     """
     for module in model.modules():
         if hasattr(module, "sends_planes"):
@@ -97,7 +98,7 @@ def _refusal(parameter: "DTensor", quantizer: Quantizer) -> str:
 
 
 class SentWeight:
-    """The hooks of one shard (M, K). A call is the one before a gather."""
+    """The hooks of one shard (M, K). FSDP2 calls it before a gather."""
 
     __signature__ = BEFORE
 
@@ -110,7 +111,7 @@ class SentWeight:
         self.gathers = Gathers((None, None), False)
         self.stamp: tuple[int, ...] = ()
         self.is_sent = False
-        """Whether a forward has sent it since. The next one measures anew: writes through `.data` leave no version."""
+        """Whether a forward has sent it since. The next one measures again: writes through `.data` leave no version."""
         self.amaxes: dict[Usage, Tensor] = {}
         """The amax of all shards for each plane that needs one, since the writes that `stamp` counts."""
         self.slots: dict[Usage, tuple[Slot, FixedScale]] = {}
@@ -167,7 +168,7 @@ class SentWeight:
         return self.gathers.deliver(outputs, out, whole)
 
     def prepare(self, dtype: torch.dtype, rows: int) -> None:
-        """Choose the formats, those of the call that gathers first. `rows`: those of the weight."""
+        """Choose the formats: those of the first call that gathers. `rows` is the number of rows of the weight."""
         plan = self.module.plans.plan(active_recipe() or self.module.recipe, Call(str(self.shard.device), dtype))
         self.weight, self.dtype, self.rows = plan.weight, dtype, rows
         row, col = plan.weight.formats
@@ -196,7 +197,7 @@ class SentWeight:
 
     @property
     def writes(self) -> tuple[int, ...]:
-        """Changes with every write that leaves a version, and every step of an optimizer."""
+        """A value that changes with every write that leaves a version, and with every step of an optimizer."""
         param = self.gathers.param
         holders = (self.shard,) if param is None else (self.shard, param.sharded_param)
         return STEPS.count, *[0 if holder.is_inference() else holder._version for holder in holders]
@@ -221,7 +222,7 @@ class SentWeight:
         return self.weight.quantizer.encode(values, side, context)
 
     def amax(self, side: Usage) -> Tensor:
-        """What an encode of this rank's rows asks all shards to agree on."""
+        """The amax that all shards have to agree on before this rank's rows are encoded."""
         context = self.contexts[side]
         amax = ask(lambda shard: self.plane(side, replace(context, shard=shard)), self.answers[side].dim)
         assert amax is not None

@@ -78,7 +78,7 @@ class Answers(dict[str, Quantizer]):
     """A name that equal answers share."""
 
     likeness: Hashable
-    """What differs from others only in objects whose values are not compared is equal to theirs here."""
+    """The same for answers that differ only in objects whose values are not compared."""
 
 
 class Template(NamedTuple):
@@ -90,7 +90,7 @@ class Template(NamedTuple):
 
 
 class OwnsSlots(Protocol):
-    """What the delayed slots of a module are known by: a planner, or the stages of attention."""
+    """What knows the delayed slots of a module: a planner, or the stages of attention."""
 
     def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
         """The slot of this module that stands where a template names one."""
@@ -111,7 +111,7 @@ _ANSWER_NUMBERS = itertools.count(1)
 PLANS = ByName()
 """Stages of traced calls."""
 RECOMPUTED: set[str] = set()
-"""Contents of modules whose compiled forward runs again in a backward. They stay, as the graphs may."""
+"""Contents of modules whose compiled forward runs again in a backward. They stay, because graphs may stay."""
 
 _NAMES: dict[str, dict[tuple[str, ...], str]] = {}
 """For each content of modules: the names of its stages, by the key of their recipe and by name."""
@@ -133,14 +133,14 @@ def shared(answers: Mapping[str, Quantizer]) -> Answers:
 
 
 class Uncompared(NamedTuple):
-    """A value whose equality is not ours to judge. `Answers` keep it alive."""
+    """A value that is compared by identity, because its `==` may say too little. `Answers` keep it alive."""
 
     number: int
     kind: type
 
 
 def _content_of(quantizer: Quantizer) -> Hashable:
-    """What equal quantizers share. Equality of a class of the user may say too little: all that it holds counts."""
+    """A value that equal quantizers share. The `==` of a user's class may say too little, so all attributes count."""
     kind = type(quantizer)
     if kind is Quantizer:
         return quantizer
@@ -186,7 +186,7 @@ def _warn_of_identities(answers: Iterable[Answers]) -> None:
 
 
 def numbered(owner: OwnsSlots) -> tuple[str, Tensor]:
-    """A new number, also as int64 (1,) on the CPU: what one module alone has comes into graphs through it."""
+    """A new number, also as int64 (1,) on the CPU. Through it a graph finds what only one module has."""
     number = _OWNERS.add(owner)
     with torch.inference_mode(False):
         return number, torch.tensor([int(number)], dtype=torch.int64, device="cpu")
@@ -285,7 +285,7 @@ def ask(config: str, recipe: str) -> bool:
     for planner in list(_ALIKE[config]):
         try:
             answers.append(planner.answer(recipe_of(recipe)))
-        except Exception:  # of the user's function, which may raise anything
+        except Exception:  # the user's function may raise anything
             setattr(planner.answered, recipe, f"{recipe}_{planner.number}")
     _warn_of_identities([each for each in answers if isinstance(each, Answers)])
     return True
@@ -300,7 +300,7 @@ def plan_name(fields: tuple[Any, ...]) -> str:
     key = Key(*fields)
     if is_trace_recomputed():
         RECOMPUTED.add(key.config)
-    name = "_".join(map(str, key)).replace(".", "_").replace(":", "_")  # no attribute name has either
+    name = "_".join(map(str, key)).replace(".", "_").replace(":", "_")  # names of attributes contain neither
     if not hasattr(PLANS, name):
         call = Call(
             key.device,
@@ -309,7 +309,7 @@ def plan_name(fields: tuple[Any, ...]) -> str:
             getattr(TRACED, name_quantizer(key.input_held)) if key.input_held else None,
             is_traced=True,
         )
-        owners = {planner: planner.owner() for planner in list(_ALIKE[key.config])}  # none is collected meanwhile
+        owners = {planner: planner.owner() for planner in list(_ALIKE[key.config])}  # keeps them alive meanwhile
         same = [planner for planner, owner in owners.items() if owner is not None]
         alike = [planner for planner in same if vars(planner.answered).get(key.recipe) == key.answers]
         # A trace may replace parameters (torch.func.functional_call), so that no module has such a weight.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class WeightOptions:
-    """The caches and the queues of one module's weights, by the index of the linear. They are not copied with it."""
+    """The caches and the queues of one module's weights, by the index of the linear. Copies of the module have none."""
 
     def __init__(self, module: "weakref.ref[Planned]") -> None:
         self.module = module
@@ -55,7 +55,7 @@ class WeightOptions:
             if queue:
                 product, like, then = queue[0]
                 weight = module.weights[member]
-                device = weight.device.type  # products have their dtypes, as in backward
+                device = weight.device.type  # products have the same dtypes as in backward
                 with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
                     gradient = then.take(product, like)
                 if gradient is not None and then is GRADIENT:

@@ -26,7 +26,7 @@ HOPPER, BLACKWELL, WORKSTATION = (9, 0), (10, 0), (12, 0)
 
 
 def capability() -> Version | None:
-    """The capability of the GPU that modules are built on; None without one, where every format runs emulated."""
+    """The capability of the GPU that modules are built on. None without a GPU: then every format runs emulated."""
     return target("cuda").arch if torch.cuda.is_available() else None
 
 
@@ -58,14 +58,14 @@ def fp8_autocast(
     fp8_recipe: Recipe | None = None,
     fp8_group: object = None,
 ) -> duotone_autocast:
-    """`duotone.autocast` with the arguments of their older function."""
+    """`duotone.autocast` with the arguments of the older function of Transformer Engine."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> duotone_model_init:
-    """`duotone.quantized_model_init`, under their default recipe if none is passed."""
+    """`duotone.quantized_model_init`, with Transformer Engine's default recipe if none is passed."""
     chosen = recipe or get_default_recipe()
     return duotone_model_init(
         bool(enabled), recipe=chosen, preserve_high_precision_init_val=preserve_high_precision_init_val
@@ -126,11 +126,11 @@ class FP8GlobalStateManager(metaclass=Manager):
 
     @staticmethod
     def reset() -> None:
-        """Nothing: regions end by themselves, and states belong to modules."""
+        """Does nothing: regions end by themselves, and states belong to modules."""
 
     @staticmethod
     def reduce_and_update_fp8_tensors(forward: bool = True) -> None:
-        """Nothing: scales roll when a region ends and after its backward, in replays of CUDA graphs too."""
+        """Does nothing: scales roll when a region ends and after its backward, in replays of CUDA graphs too."""
 
     @staticmethod
     def fp8_graph_capturing() -> bool:
@@ -163,7 +163,7 @@ class FP8GlobalStateManager(metaclass=Manager):
 
     @staticmethod
     def get_fp8_group() -> object:
-        """The group in which amaxes are reduced, None without one."""
+        """The group in which amaxes are reduced. None without a group."""
         region = active_region()
         if region is None or not region.group:
             return None
@@ -185,18 +185,18 @@ def checkpoint(
     use_reentrant: bool = True,
     **kwargs: object,
 ) -> Result:
-    """torch's checkpoint; states of the tracker are those of the forward in the recompute."""
+    """torch's checkpoint. The recompute has the random states of the tracker that the forward had."""
     if distribute_saved_activations:
         raise UserError("te.checkpoint(distribute_saved_activations=True) has no counterpart in Duotone; leave it out")
     if get_rng_state_tracker is not None:
         function = _replaying(function, get_rng_state_tracker())
-    if use_reentrant:  # which takes arguments by position alone
+    if use_reentrant:  # torch's takes arguments only by position
         function, kwargs = functools.partial(function, **kwargs), {}
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)  # type: ignore
 
 
 def _replaying(function: Callable[..., Result], tracker: "CudaRNGStatesTracker") -> Callable[..., Result]:
-    """`function`, whose later calls start from the states of the first one and change none."""
+    """`function`; later calls start from the random states of the first call, and leave all states unchanged."""
     first: list[dict[str, Tensor]] = []
 
     def call(*args: object, **kwargs: object) -> Result:
@@ -221,7 +221,7 @@ def activation_recompute_forward(
 
 
 class _Offload:
-    """Entered around each layer in turn; the first `count` of every `layers` leave their activations on the host."""
+    """A context around each layer in turn. Of `layers` layers, the first `count` keep their activations on the host."""
 
     def __init__(self, count: int, layers: int) -> None:
         self.turns = itertools.cycle([True] * count + [False] * (layers - count))
@@ -269,7 +269,7 @@ def make_graphed_callables(
     allow_unused_input: bool = False,
     **options: Any,
 ) -> object:
-    """torch's graphed callables under an autocast; without a GPU they run as they are."""
+    """torch's graphed callables under an autocast. Without a GPU the modules only run under the autocast."""
     options = {REGION.get(name, name): value for name, value in options.items()}
     enabled, calibrating, recipe, group = (options.pop(name, None) for name in REGION.values())
     for name in (name for name, value in options.items() if value):
@@ -334,12 +334,12 @@ def device_supports_multicast(device: int = -1) -> bool:
 
 
 def destroy_ub() -> None:
-    """Nothing: there are no user buffers."""
+    """Does nothing: there are no user buffers."""
 
 
 def mark_not_offload(*_: Tensor) -> None:
-    """Tensors are not offloaded one by one here."""
+    """Does nothing: Duotone does not offload single tensors."""
 
 
 def prepare_te_modules_for_fsdp(_: nn.Module) -> None:
-    """What backward needs is not sharded here. That costs memory and changes no result."""
+    """Does nothing: what backward needs is not sharded. That costs memory and changes no result."""

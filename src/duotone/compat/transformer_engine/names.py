@@ -1,11 +1,11 @@
-"""The modules and names of Transformer Engine: where each is here, or what to write instead of it."""
+"""The modules and names of Transformer Engine: the place of each in Duotone, or what to write instead."""
 
 from collections.abc import Mapping
 
 from duotone.compat.transformer_engine.instead import MODULES_WITHOUT, QUANTIZED
 
 VERSION = "2.9.0+duotone"
-"""What scripts see that ask for a version: one whose modules take the arguments here."""
+"""The version that scripts see. Its modules take the arguments that are listed here."""
 
 PACKAGE = "duotone.compat.transformer_engine"
 
@@ -124,4 +124,4 @@ NATIVE = {
     "prepare_te_modules_for_fsdp": "nothing",
     "quantized_model_init": "duotone.quantized_model_init, with recipe=",
 }
-"""What a script writes that imports Duotone itself, where it is not the name under which `MODULES` has it."""
+"""What a script that imports Duotone itself writes, if that differs from the name in `MODULES`."""

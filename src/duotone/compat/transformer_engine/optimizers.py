@@ -42,7 +42,7 @@ def renamed(saved: Saved, old: str, new: str) -> Saved:
 
 
 class FusedAdam(optim.AdamW):
-    """`duotone.optim.AdamW` with the defaults there: no weight decay, and moments in fp32 for every parameter.
+    """`duotone.optim.AdamW` with other defaults: no weight decay, and moments in fp32 for every parameter.
 
     `exp_avg_dtype` and `master_weight_dtype` are `moment_dtype` and `master_dtype`; torch.uint8 is FP8.
     `use_decoupled_grad` takes gradients, of any dtype, from `parameter.decoupled_grad`.
@@ -83,7 +83,7 @@ class FusedAdam(optim.AdamW):
         )
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
-        """Make the states of a parameter before its first step; values that `quantized_model_init` preserved stay."""
+        """Create the states of a parameter before its first step. Values that `quantized_model_init` preserved stay."""
         group = next(group for group in self.param_groups if any(p is param for p in group["params"]))
         shard = shard_of(param)
         values = shard.get_high_precision_init_val() if isinstance(shard, QuantizedTensor) else None
@@ -94,7 +94,7 @@ class FusedAdam(optim.AdamW):
             self.state[param]["master"] = laid_like(param, master)
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """A state by its name there: "exp_avg", "exp_avg_sq" or "master_param". FP8 is decoded."""
+        """A state by its name in Transformer Engine: "exp_avg", "exp_avg_sq" or "master_param". FP8 is decoded."""
         state = self.state[param]
         if state_name == "exp_avg" and SCALE in state:
             return laid_like(param, first_moment(state))
@@ -125,7 +125,7 @@ class FusedAdam(optim.AdamW):
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Also a checkpoint of Transformer Engine, which counts the steps of a group, and one with "master"."""
+        """Also loads a checkpoint of Transformer Engine, which counts the steps of a group, and one with "master"."""
         steps = {
             at: {"step": group["step"]}
             for group in state_dict["param_groups"]

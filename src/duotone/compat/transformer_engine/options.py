@@ -19,7 +19,7 @@ def is_unset(value: object) -> bool:
 
 
 def is_ignored(value: object) -> bool:
-    """For hints and labels: no value of theirs changes a result."""
+    """True: an option that is a hint or a label changes no result."""
     return True
 
 
@@ -78,7 +78,7 @@ ORDER = {
     "hidden_dropout attention_dropout init_method output_layer_init_method layer_number kv_channels "
     "self_attn_mask_type",
 }
-"""The arguments of constructors that scripts give by position."""
+"""The arguments of constructors, in the order in which scripts may pass them by position."""
 
 ATTENTION = (
     "is_first_microbatch checkpoint_core_attention inference_params rotary_pos_emb core_attention_bias_type "
@@ -100,7 +100,7 @@ CALLS = {
 """The arguments of forwards."""
 
 RENAMED = {"inp": "x", "input_": "x", "hidden_size": "normalized_shape"}
-"""Arguments that have another name here, if a module has that one and not the old one."""
+"""Arguments with another name in Duotone. A module that still has the old name takes that."""
 
 
 def rule_of(option: str) -> Rule | None:
@@ -111,7 +111,7 @@ def rule_of(option: str) -> Rule | None:
 
 
 def by_name(call: str, order: Sequence[str], values: Sequence[object], options: Mapping[str, object]) -> Options:
-    """All arguments of a call by name. TypeError, as Python's, for too many and for one that comes twice."""
+    """All arguments of a call by name. TypeError, like Python's, for too many and for one that is passed twice."""
     if len(values) > len(order):
         raise TypeError(f"{call} takes {len(order)} arguments by position; got {len(values)}: name the others")
     named = dict(zip(order, values, strict=False))
@@ -121,7 +121,7 @@ def by_name(call: str, order: Sequence[str], values: Sequence[object], options: 
 
 
 def counterparts(call: str, named: Options, parameters: frozenset[str]) -> Options:
-    """The arguments as Duotone names them. UserError for a value that it has no counterpart for."""
+    """The arguments under Duotone's names. UserError for a value without a counterpart."""
     result: Options = {}
     for name, value in named.items():
         new = name if name in parameters else RENAMED.get(name, name)

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 Tracker = Callable[[], CudaRNGStatesTracker]
 STD = 0.023
-"""Weights are normal with this deviation where no `init_method` comes, and biases are zero."""
+"""Without an `init_method`, weights are normal with this standard deviation, and biases are zero."""
 
 
 def normal(weight: Tensor) -> None:
-    """Draw a weight from the normal distribution of their default, in place."""
+    """Fill a weight from the normal distribution with `STD`, in place."""
     nn.init.normal_(weight, std=STD)
 
 
 def default_device() -> str | None:
-    """Where modules are built: on the GPU, if one is there and torch was not told otherwise."""
+    """The device that modules are built on: the GPU, if one exists and torch has no other default device."""
     return "cuda" if torch.cuda.is_available() and torch.get_default_device().type == "cpu" else None
 
 
@@ -42,7 +42,7 @@ def arguments(function: Callable[..., object]) -> Iterator[str]:
 
 
 def constructor_arguments(*bases: type) -> frozenset[str]:
-    """The arguments of Duotone's classes among the bases, which pass on what is not theirs."""
+    """The arguments of the bases that are Duotone's classes. Each passes other arguments on to the next one."""
     classes = {cls for base in bases for cls in base.__mro__ if cls.__module__.startswith("duotone.")}
     return frozenset(name for cls in classes if "__init__" in vars(cls) for name in arguments(cls.__init__))
 
@@ -54,7 +54,7 @@ def ranks(named: Options) -> int:
 
 
 class TakesTheirArguments:
-    """Mixed in before a module of Duotone; `title` is its name there."""
+    """Mixed in before a module of Duotone. `title` is its name in Transformer Engine."""
 
     title: ClassVar[str]
     constructor: ClassVar[frozenset[str]]
@@ -92,17 +92,17 @@ class TakesTheirArguments:
         return super().forward(**counterparts(call, named, self.call))  # type: ignore[misc]
 
     def prepare(self, named: Options) -> None:
-        """Leave out what says that there is one rank."""
+        """Drop arguments for many ranks if there is one rank."""
         if ranks(named) == 1:
             for name in ("tp_group", "tp_size", "parallel_mode", "set_parallel_mode", "sequence_parallel"):
                 named.pop(name, None)
 
     def prepare_call(self, named: Options) -> None:
-        """Change arguments of a forward that mean something else here."""
+        """Change arguments of a forward that mean something else in Duotone."""
 
 
 class TransformerEngineBaseModule(TakesTheirArguments):
-    """The linears, and attention with those inside, for `isinstance`: each has `reset_parameters`."""
+    """The base of linears, and of attention with linears inside, for `isinstance`. Each has `reset_parameters`."""
 
 
 class TakesGroupLater:
@@ -138,7 +138,7 @@ CUT = {"column": "out_features", "row": "in_features"}
 
 
 def cut(named: Options, mode: str, size: int) -> None:
-    """Leave the features of one rank."""
+    """Divide the cut features by the number of ranks."""
     features, remainder = divmod(named[CUT[mode]], size)
     if remainder:
         raise UserError(f"parallel_mode {mode!r} cannot split {named[CUT[mode]]} features over {size} ranks")
@@ -157,7 +157,7 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
     """`duotone.GroupedLinear` with their arguments."""
 
     def prepare(self, named: Options) -> None:
-        """Its caller communicates there: a rank has its part of each expert, and nothing else."""
+        """Cut each expert without communication: in Transformer Engine the caller communicates."""
         mode, size = named.get("parallel_mode"), ranks(named)
         if mode in CUT and size > 1:
             if named.get("bias", True):
@@ -205,7 +205,7 @@ class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
 
 
 def drop_unused_mask(named: Options, default: str) -> None:
-    """A mask beside a type that needs none is not looked at there."""
+    """Drop a mask if the type of mask needs none, as Transformer Engine does."""
     kind = named.get("attn_mask_type") or default
     if "padding" not in kind and kind != "arbitrary":
         named.pop("attention_mask", None)
@@ -217,7 +217,7 @@ class DotProductAttention(TakesTheirArguments, attention.DotProductAttention):
     get_rng_state_tracker: Tracker | None = None
 
     def prepare(self, named: Options) -> None:
-        """Heads are those of all ranks there, and those of this rank here."""
+        """Divide the heads by the ranks: Transformer Engine takes the heads of all ranks, Duotone those of one."""
         for heads in ("num_attention_heads", "num_gqa_groups"):
             if named.get(heads) is not None:
                 named[heads] //= ranks(named)
@@ -248,7 +248,7 @@ CLASSES = {cls.__bases__[1]: cls for cls in (LayerNormMLP, DotProductAttention, 
 
 
 def replace_classes(module: nn.Module, tracker: Tracker | None) -> None:
-    """Let the blocks inside take the same arguments. They have the same attributes, whichever class they are of."""
+    """Let the modules inside take Transformer Engine's arguments too. Attributes do not depend on the class."""
     for inner in module.modules():
         inner.__class__ = CLASSES.get(type(inner), type(inner))
         if tracker is not None and isinstance(inner, DotProductAttention):

@@ -29,7 +29,7 @@ class QParams:
 
 
 NUMERICS: Options = {"propagate_nonfinite": False}
-"""What Duotone does otherwise unless told."""
+"""Fields whose default in Duotone gives other numerics than Transformer Engine."""
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 UNUSED = {
@@ -42,23 +42,23 @@ UNUSED = {
     "w_block_scaling_dim": 2,
     "grad_block_scaling_dim": 1,
 }
-"""Fields that recipes here do not have, with the only values that they may have."""
+"""Fields that Duotone's recipes do not have, with the only values that are allowed."""
 
 IGNORED = ("params_dtype", "device")
-"""What Megatron also gives a recipe, which ignores it there too."""
+"""Fields that Megatron also passes. Transformer Engine ignores them too."""
 
 TRANSLATED: dict[str, tuple[str, Callable[..., object]]] = {
     "use_power_2_scales": ("power_of_two_scales", bool),
     "use_f32_scales": ("power_of_two_scales", operator.not_),
     **{f"fp8_gemm_{gemm}": (f"{gemm}_fast_accum", lambda how: not how.use_split_accumulator) for gemm in GEMMS},
 }
-"""Fields that have another name and value here."""
+"""Fields with another name and value in Duotone."""
 
 TENSORS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
 def translated(title: str, options: Options, names: Sequence[str]) -> Options:
-    """The fields of a recipe here. RecipeError for what it has no field for."""
+    """The fields of Duotone's recipe. RecipeError for options without a field."""
     result: Options = {}
     tensors = {options.pop(name) for name in TENSORS if name in options}
     if len(tensors) > 1:
@@ -83,11 +83,11 @@ def _asks(kind: type[recipes.Recipe]) -> "classmethod[TheirRecipe, [], bool]":
 
 
 class TheirRecipe:
-    """Mixed in before a recipe of Duotone: it takes arguments of Transformer Engine, and tells its kind as there."""
+    """Mixed in before a recipe of Duotone: takes Transformer Engine's arguments, and has its methods for the kind."""
 
     order: ClassVar[str]
     numerics: ClassVar[Options] = {}
-    """Fields that give the numerics there, beside NUMERICS."""
+    """Further fields that give Transformer Engine's numerics, besides NUMERICS."""
 
     def __init__(self, *values: object, **options: object) -> None:
         title = type(self).__name__
@@ -109,7 +109,7 @@ class TheirRecipe:
 
 
 class DelayedScaling(TheirRecipe, recipes.DelayedScaling):
-    """FP8 with scales that follow from earlier steps: from a scale of 1 on, and with all amaxes as they are."""
+    """FP8 with scales that follow from earlier steps. The first scale is 1, and every amax counts unchanged."""
 
     order = (
         "margin fp8_format amax_history_len amax_compute_algo scaling_factor_compute_algo reduce_amax fp8_dpa fp8_mha"
