@@ -214,6 +214,32 @@ def row_parallel_with_sequence_parallelism(folder: Path) -> None:
 
 
 @check
+def a_gradient_whose_transpose_follows_travels_once(folder: Path) -> None:
+    """Bytes that come from the other rank, of those that the gradient has in bf16, and the bits of one process."""
+    x, weight, bias, dy = data()
+    ways = ((False, True), (True, True), (False, False))
+    for (name, most), (waits, needs_dx) in itertools.product(
+        (("bf16", 1), ("fp8-current", 0.5), ("fp8-delayed", 0.5), ("fp8-rowwise", 1.03), ("mxfp8", 1.04)), ways
+    ):
+        recipe = recipes.load(name)
+        m, leaf = parallel("row", weight, bias, recipe), piece(x, 1).requires_grad_(needs_dx)
+        m.delay_wgrad_compute = waits
+        with duotone.autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD):
+            y = m(leaf)
+        with Wire() as wire:
+            y.backward(piece(dy))
+            if waits:
+                m.backward_dw()
+        twice = waits and name in ("bf16", "fp8-current", "fp8-delayed")  # a queue holds the rows of this rank
+        assert wire.gathered <= most * (1 + twice) * piece(dy).nbytes, (name, waits, wire.gathers)
+        if name != "fp8-delayed":
+            _, dx, dw = reference(piece(weight, 1), None, piece(x, 1), dy, recipe)
+            same(m.weight.grad, dw, f"{name}: weight gradient")
+            if needs_dx:
+                same(leaf.grad, dx, f"{name}: input gradient")
+
+
+@check
 def without_sequence_parallelism(folder: Path) -> None:
     x, weight, bias, dy = data()
     world = dist.get_world_size()

@@ -120,7 +120,8 @@ class LinearStage(Stage):
     ) -> Gradients:
         """dx with the leading dimensions of `like`, dw, db and None for the seed, from the planes of dy.
 
-        `flat` is dy (M, N); only the gradient of a bias needs it.
+        `flat` is dy (M, N); only the gradient of a bias needs it. A columnwise plane that dw needs and `dy_planes` lack
+        is the transpose of the rowwise one, as all ranks have it.
         """
         plan, layout = self.plan, self.plan.layout
         _, needs_weight, needs_bias, _ = needs
@@ -128,9 +129,14 @@ class LinearStage(Stage):
         row, col = dy_planes
         del dy_planes  # the memory of each plane is free as soon as its product is done
         dx = dw = db = None
+        is_derived, is_whole = saved_x is not None and col is None, False
+        if is_derived and row is not None and self.sink.waits:  # a queue holds this rank's rows
+            col = row.transposed()
+        if layout.exchanges and row is not None and (saved_w is not None or col is None):
+            row = layout.gather_grad(row, 0)
+        if is_derived and row is not None and col is None:
+            col, is_whole = row.transposed(), True
         if saved_w is not None and row is not None:
-            if layout.exchanges:
-                row = layout.gather_grad(row, 0)
             dx = plan.dgrad.rule.run(row, plan.weight.backward.restore(saved_w.materialize(), like.dtype), like.dtype)
             if layout.exchanges:
                 dx = layout.reduce_grad_input(dx)
@@ -138,7 +144,7 @@ class LinearStage(Stage):
                 dx = with_lead(dx, like)
         del row
         if saved_x is not None and col is not None and needs_weight:
-            product = WeightGradient(self, col, saved)
+            product = WeightGradient(self, col, saved, is_whole)
             dw = product.compute(like.dtype, like.dtype) if self.sink is GRADIENT else self.sink.take(product, like)
         if needs_bias:
             assert flat is not None
@@ -166,6 +172,8 @@ class WeightGradient:
     stage: LinearStage
     dy: Plane
     saved: Saved
+    is_whole: bool = False
+    """Whether `dy` has the rows of all ranks already."""
 
     def compute(self, dtype: torch.dtype, operand_dtype: torch.dtype) -> Tensor:
         return self.stage.plan.wgrad.rule.run(*self._operands(operand_dtype), dtype)
@@ -178,7 +186,8 @@ class WeightGradient:
         backward, saved = plan.input.backward, self.saved[0].materialize()
         col = self.dy
         if layout.exchanges:
-            col, saved = layout.gather_grad(col, 1), layout.gather_input(saved, backward.token_dim)
+            saved = layout.gather_input(saved, backward.token_dim)
+            col = col if self.is_whole else layout.gather_grad(col, 1)
         return col, backward.restore(saved, dtype)
 
 

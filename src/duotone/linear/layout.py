@@ -31,6 +31,8 @@ class Layout:
     mode: ClassVar[str | None] = None
     exchanges: ClassVar[bool] = False
     """Whether the methods below do anything."""
+    gathers_grad = False
+    """Whether `gather_grad` does."""
 
     @property
     def dims(self) -> Dims:
@@ -104,6 +106,10 @@ class RowParallel(Layout):
     exchanges = True
 
     @property
+    def gathers_grad(self) -> bool:  # type: ignore[override]
+        return self.sequence_parallel
+
+    @property
     def dims(self) -> Dims:
         return None, None, 0 if self.sequence_parallel else None
 
@@ -163,6 +169,8 @@ class ScatteringShards(Sharded):
 
     Rows of the input are those of one rank after the other.
     """
+
+    gathers_grad = True
 
     def gather_grad(self, plane: Plane, dim: int) -> Plane:
         return gather(plane, dim, self.group, group_size(self.group))

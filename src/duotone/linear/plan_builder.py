@@ -71,13 +71,14 @@ def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> Linea
     input_backward = _input_backward(request, override, quantizers["input"])
     weight_backward = _weight_backward(request, override, quantizers["weight"], sources["weight"])
     gradient = quantizers["grad_output"]
+    travels_once = layout.gathers_grad and gradient.derives_columnwise  # then ranks turn the plane that they gathered
     return LinearPlan(
         input=forward_operand("input", input_backward, weight_grad, shards[0], streams[0]),
         weight=forward_operand("weight", weight_backward, input_grad, shards[1], streams[1]),
         gradient=OperandPlan(
             gradient,
             source_of_plain(gradient),
-            Usage(input_grad, weight_grad),
+            Usage(input_grad or (weight_grad and travels_once), weight_grad and not travels_once),
             _context(request, shards[2], gradient),
             BACKWARD_OPERANDS[None],
             stream=streams[2],
