@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39697
+LIBRARY_LINES = 39701
 TOOL_LINES = 7951
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -36,7 +36,7 @@ BUDGETS = {
     "lab": (3887, 14, 0),
     "linear": (1930, 5, 0),
     "modules": (731, 3, 0),
-    "observe": (2320, 6, 0),
+    "observe": (2324, 6, 0),
     "ops": (1464, 0, 0),
     "optim": (855, 3, 0),
     "package": (348, 1, 0),

@@ -1,4 +1,4 @@
-"""What `advise` tells: a row for each module, GEMM and candidate, and the recipe that follows from them."""
+"""The result of `advise`: a row for each module, GEMM and candidate, and the recipe that follows from them."""
 
 import math
 import statistics
@@ -13,10 +13,10 @@ from duotone.recipes.rules import RuleRecipe
 from duotone.text import aligned, in_units, shorten
 
 BETTER = 3.0
-"""Decibels that another format must gain in one GEMM to be worth a rule."""
+"""Another format gets a rule for a GEMM only if it gains so many decibels."""
 
 FLOOR = 10 * math.log10(3)
-"""Decibels below which a GEMM stays in high precision: a ratio of sqrt(3) between a signal and its error."""
+"""Below so many decibels a GEMM stays in high precision: a signal sqrt(3) times its error."""
 
 TITLE = "advised"
 WIDTH, NAME = 80, 18
@@ -37,8 +37,8 @@ class AdviceRow:
     - `underflow`, `saturation`: shares of the elements of the worse operand, as in `Tap.rows`.
     - `bytes`: of both operands.
     - `speed`: of the linear under the recipe over compiled bf16, None if unknown; `basis` tells how it is known.
-    - `is_pareto`: on the front of its GEMM. All rows that are as fast have at least `BETTER` more error; if no speed is
-      known, all that are as small.
+    - `is_pareto`: on the front of its GEMM. All other rows of at least the same speed have at least `BETTER` more
+      error. If no speed is known, sizes are compared instead.
     """
 
     module: str
@@ -71,7 +71,7 @@ class AdviceRow:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The texts of `COLUMNS`, but for the front."""
+        """The texts of `COLUMNS` without the front."""
         snr = "exact" if self.snr_db is None else f"{self.snr_db:.1f}"
         speed = "unknown" if self.speed is None else f"{self.speed:.2f}" + "*" * (self.basis == "interpolated")
         shares = f"{100 * self.underflow:.2f}", f"{100 * self.saturation:.2f}"
@@ -79,7 +79,7 @@ class AdviceRow:
 
 
 def with_pareto_marks(rows: Sequence[AdviceRow]) -> list[AdviceRow]:
-    """The rows of one GEMM, with marks. An unknown speed beside known ones counts as the lowest."""
+    """The rows of one GEMM, with marks. If some speeds are known, an unknown one counts as the lowest."""
     knows_speed = any(row.speed is not None for row in rows)
     costs = [-(row.speed or 0.0) if knows_speed else row.bytes for row in rows]
     front, least = set[int](), math.inf
@@ -136,7 +136,7 @@ class Advice:
 def conclude(
     rows: Sequence[AdviceRow], recipes: Mapping[str, Recipe], slow: Container[str], notes: Sequence[str]
 ) -> Advice:
-    """The advice that follows from the rows of these recipes, of which some are known to be slower than bf16."""
+    """The advice that follows from the rows of these recipes. Some of these are known to be slower than bf16."""
     errors = {name: statistics.fmean(row.error for row in rows if row.recipe == name) for name in recipes}
     quantized = dict.fromkeys(row.recipe for row in rows if row.formats != EXACT)
     base = min((name for name in quantized if name not in slow), key=lambda name: errors[name], default=REFERENCE)
@@ -155,7 +155,7 @@ def conclude(
 
 
 def _formats(trials: Mapping[str, AdviceRow], base: str) -> Formats:
-    """For one GEMM: the formats of the base, unless they are slow, or lose much more than others, or all lose much."""
+    """The formats of a GEMM: those of the base, unless they are slow, lose much more than others, or all lose much."""
     usual = trials[base]
     best = min((row for row in trials.values() if row.may_pay), key=lambda row: row.error, default=None)
     if best is None or base == REFERENCE:

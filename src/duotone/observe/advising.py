@@ -29,10 +29,10 @@ from duotone.tensor.context import FixedScale, QuantizeContext, Slot
 from duotone.tensor.plane import BOTH, Plane
 
 COUNTED = 1 << 18
-"""Elements of an operand, at most, whose underflow and saturation are counted."""
+"""The most elements of an operand whose underflow and saturation are counted."""
 
 COMPILE_FROM = 1 << 25
-"""Elements of all weights from which compiled casts save more time than the compiler takes."""
+"""With so many elements in all weights, compiled casts save more time than the compiler takes."""
 
 Batch = Tensor | Sequence[object] | Mapping[str, object]
 
@@ -52,11 +52,11 @@ def advise(
     mapping of keywords. `loss(output)` gives a scalar; without it the output is the loss. Gradients, buffers and random
     state are restored. The model may be converted, but not fused.
 
-    - `memory`: bytes that samples may take, a quarter of what is free unless given.
+    - `memory`: bytes that samples may take. By default a quarter of the free memory.
     - `size`: width and tokens, for bytes and speeds as if the model had them.
 
     UserError if the model gives no loss, if an operand is empty or not finite, or if no sample fits. RecipeError if a
-    candidate is no recipe. What the model itself raises comes out as it is.
+    candidate is no recipe. Exceptions of the model itself pass through.
     """
     if size is not None and not (
         isinstance(size, tuple) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)

@@ -1,4 +1,4 @@
-"""Alarms: trouble that begins at a sampled step, each kind and place told once."""
+"""Alarms: trouble that begins at a sampled step. Each kind and place is reported once."""
 
 import math
 from collections import defaultdict
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from duotone.observe.step_statistics import Row
 
 LEAST_GRADIENT_TO_NOISE = math.sqrt(3)
-"""Below it quantized training stops to converge (arXiv 2505.19115)."""
+"""Below this, quantized training stops converging (arXiv 2505.19115)."""
 
 MOST_CLIPPED = 0.001
-"""The share of elements far above what their scale can hold."""
+"""The share of elements far above the largest value that their scale can represent."""
 
 MOST_DRIFT = 3.0
-"""Powers of two between an amax and its running mean."""
+"""The number of powers of two between an amax and its running mean."""
 
 STEADY = 3
-"""Sampled steps after which a running mean means something."""
+"""A running mean is used after so many sampled steps."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Alarms:
     def check(self, step: int, rows: Sequence[Row], dead: Sequence[str]) -> list[Alarm]:
         """The alarms that begin at `step`. A place repeats an alarm only after a measurement without that problem.
 
-        `rows` are in the order of the step's encodes, so that the first that is not finite is the origin. Others that
-        follow are told only after a step without any.
+        `rows` are in the order of the step's encodes, so the first one that is not finite is the origin. Later ones are
+        reported only after a step without any.
         """
         since = "" if self._last is None else f"; step {self._last} had none"
         troubles = {
@@ -74,7 +74,7 @@ class Alarms:
             "amax drift": self._drift(rows),
             "dead slot": [(slot, "its delayed scale has met no amax but 0") for slot in dead if self._last is not None],
         }
-        sampled = {place(row) for row in rows if "clipped" in row}  # a step measures errors in a part of the modules
+        sampled = {place(row) for row in rows if "clipped" in row}  # each step measures the errors of some modules
         measured = {"gradient to noise": sampled, "saturation": sampled, "amax drift": {place(row) for row in rows}}
         begun: list[Alarm] = []
         for kind, places in troubles.items():
@@ -102,7 +102,7 @@ class Alarms:
 
 
 def ranked(rows: Sequence[Row], name: str, sign: int) -> list[tuple[float, Row]]:
-    """The rows that have a number of that name, the largest first, the smallest first, or as they are (1, -1, 0)."""
+    """The rows with a number of that name: the largest first (1), the smallest first (-1), or in their order (0)."""
     values = [(float(value), row) for row in rows if (value := row.get(name)) is not None]
     return sorted(values, key=lambda pair: -sign * pair[0])
 

@@ -17,7 +17,7 @@ from duotone.recipes.rules import Rule
 from duotone.recipes.tables import text_of
 
 UNIFORM = ("bf16", "fp8-current", "fp8-rowwise", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4")
-"""The recipes whose formats are tried unless others are named."""
+"""The recipes whose formats are tried by default."""
 
 REFERENCE = "bf16"
 EXACT = ("identity", "identity")
@@ -30,7 +30,7 @@ Formats = tuple[str, str]
 
 
 def load_candidates(taker: str, names: Sequence[RecipeLike]) -> list[Recipe]:
-    """The recipes by their names, bf16 first in any case. UserError if no name is given, or two are one."""
+    """The recipes by their names, with bf16 always first. UserError without a name, or for a name that comes twice."""
     if not names:
         raise UserError(f"{taker} got no recipes; give at least one, such as 'mxfp8'")
     chosen = [as_recipe(taker, name) for name in names]
@@ -62,7 +62,7 @@ def plane_bytes(fmt: Format, shape: tuple[int, int], dtype: torch.dtype) -> int:
 
 
 def rules_for(chosen: Mapping[Gemm, Formats]) -> tuple[Rule, ...]:
-    """Rules that give these formats: one for each module and tensor, GEMMs that are not named in high precision."""
+    """Rules that give these formats, one for each module and tensor. GEMMs without formats stay in high precision."""
     rules = []
     for module in dict.fromkeys(module for module, _ in chosen):
         planes = {

@@ -1,6 +1,6 @@
 """A census of one step: which module called what in which order, and which storages autograd kept for it.
 
-What a pipeline takes on top of this follows from its stages and shapes alone. They run on fake tensors, which have
+What a pipeline allocates besides this follows from its stages and shapes alone. They run on fake tensors, which have
 shapes and no data. So decoded operands, casts and results count as the kernels of the plans allocate them, for every
 format and GEMM rule, and nothing is computed.
 """
@@ -22,12 +22,12 @@ from duotone.pipeline.op import Op
 from duotone.tensor import QuantizedTensor
 
 Shell = Callable[[], object]
-"""Creates an operand of the same buffers without their data, inside a fake mode."""
+"""Creates an operand with buffers of the same shapes and no data, inside a fake mode."""
 
 
 @dataclass
 class PipelineCall:
-    """The stages of a call and the shells of x and of the operands. Calls of one `key` take the same."""
+    """The stages of a call, and the shells of x and of the operands. Calls with the same `key` allocate the same."""
 
     forward: Stages
     backward: Stages
@@ -45,7 +45,7 @@ class PipelineCall:
     def workspace(self) -> tuple[int, int]:
         """Peak bytes above the operands in forward, and above operands and saved tensors in backward.
 
-        The first includes the output, the second its gradient and all gradients that the call makes.
+        The first includes the output. The second includes its gradient, and all gradients that the call computes.
         """
         with FakeTensorMode():
             operands = [shell() for shell in self.shells]
@@ -66,7 +66,7 @@ class PipelineCall:
 
 
 def _shell(value: object, tracked: bool) -> tuple[Shell, Hashable]:
-    """What makes the shell of a value, and what it depends on."""
+    """The shell of a value, and a key of all that the shell depends on."""
     if not isinstance(value, Tensor):
         return lambda: value, value
     needs = tracked and value.requires_grad
@@ -92,15 +92,15 @@ def _like(t: Tensor) -> Tensor:
 
 
 OUTSIDE = "(outside)"
-"""The owner of what is saved outside of any call of a module, such as by the loss."""
+"""The owner of tensors that are saved outside of any call of a module, such as by the loss."""
 
 
 @dataclass
 class Call:
     """One call of a module without children, or of a pipeline. Sizes are by storage.
 
-    `begin` and `end` count the storages that were saved before and after it. `inputs` are those that nobody had saved,
-    `owed` the bytes of those that need a gradient.
+    `begin` and `end` count the storages that were saved before it and after it. `inputs` are the inputs that nobody had
+    saved. `owed` are the bytes of the inputs that need a gradient.
     """
 
     name: str
@@ -116,7 +116,10 @@ class Call:
 
 @dataclass
 class Census:
-    """What one forward did. `saved` maps each storage that autograd kept to its owner and size, in order."""
+    """What one forward did. `saved` maps each storage that autograd keeps to its owner and size, in order.
+
+    `static` are the storages that live throughout the step, such as parameters.
+    """
 
     static: set[int]
     calls: list[Call] = field(default_factory=list)
@@ -171,7 +174,7 @@ class Census:
             if call is not None:
                 self._finish(call, result)
 
-        before.watches = after.watches = True  # what is counted runs as it would uncounted
+        before.watches = after.watches = True  # counting changes nothing in the call
         stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
         stack.enter_context(module.register_forward_hook(after, with_kwargs=True))
 

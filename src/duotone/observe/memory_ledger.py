@@ -1,16 +1,16 @@
-"""The memory ledger: what each module of a model holds, and the peak of one forward and backward, twice.
+"""The memory ledger: what each module of a model holds, and the peak of one forward and backward.
 
-Once predicted and once measured, so that each checks the other. The prediction is the largest of two sums over all
-calls of modules, in bytes, with each storage counted once:
+The peak is predicted and measured, so that each number checks the other. The prediction is the largest of two sums over
+all calls of modules, in bytes, with each storage counted once:
 
     forward of a call    fixed + saved before it + its inputs that nobody saved + its workspace
     backward of a call   fixed + saved up to its end + gradients of the modules after it + its workspace
 
-where fixed = weights + caches + inputs of the step that live on. The workspace of a planned linear is found from its
-plan and shapes (`census.py`): quantized planes, decoded operands, results and gradients. That of other modules is
-their results and what they saved of their own making, and in backward the gradients of both, of inputs and of
-parameters. Operators outside of modules, such as a loss, count only with what they save: a step whose peak lies there
-is predicted too low.
+where fixed = weights + caches + inputs of the step that live on. The workspace of a planned linear follows from its
+plan and shapes (`census.py`): quantized planes, decoded operands, results and gradients. The workspace of another
+module is its results and the tensors that it created and saved. In backward it also has the gradients of these, of
+inputs and of parameters. Operators outside of modules, such as a loss, count only with what they save. So the
+prediction is too low for a step that has its peak there.
 """
 
 import itertools
@@ -30,10 +30,11 @@ from duotone.text import aligned, in_units
 
 @dataclass(frozen=True)
 class Moment:
-    """What lives, in bytes, while a module runs "forward" or "backward".
+    """The bytes that live while a module runs "forward" or "backward".
 
-    `saved` is what autograd keeps at that time. `gradients` are the complete ones of parameters. `workspace` is all
-    else that the call needs: inputs that nobody saved, quantized and decoded operands, results and new gradients.
+    `saved` is what autograd keeps at that time. `gradients` are the complete gradients of parameters. `workspace` is
+    everything else that the call needs: inputs that nobody saved, quantized and decoded operands, results and new
+    gradients.
     """
 
     module: str = ""
@@ -73,7 +74,7 @@ def moments(census: Census, fixed: int, static: set[int]) -> Iterator[Moment]:
         if not call.differentiable:
             continue
         later = [p for other in census.calls[index + 1 :] for p in other.trained]
-        outputs = sum(lasting.values())  # of the step, and its gradient unless this call is the one that takes it
+        outputs = sum(lasting.values())  # the output of the step, and its gradient unless this call takes it
         outputs += 0 if call.outputs.keys() & census.output.keys() else sum(census.output.values())
         yield replace(
             now, phase="backward", saved=saved[call.end], gradients=_gradients(later), workspace=backward + outputs
@@ -81,7 +82,7 @@ def moments(census: Census, fixed: int, static: set[int]) -> Iterator[Moment]:
 
 
 def _workspace(call: Call, saved: dict[int, int], workspaces: dict[Hashable, tuple[int, int]]) -> tuple[int, int]:
-    """Bytes of a call in forward and backward above what is saved and held; `saved` is what it saved itself."""
+    """Bytes of a call in forward and in backward, besides saved and static storages. `saved` is what it saved."""
     if call.pipeline is None:
         results = sum(call.outputs.values())
         new = sum(size for key, size in saved.items() if key not in call.inputs and key not in call.outputs)
@@ -93,7 +94,7 @@ def _workspace(call: Call, saved: dict[int, int], workspaces: dict[Hashable, tup
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> int:
-    """Gradients have the nominal size, however a parameter is held."""
+    """The bytes of gradients. They have the nominal dtype, also those of quantized parameters."""
     distinct = {id(p): p for p in parameters}
     return sum(p.numel() * p.dtype.itemsize for p in distinct.values())
 
@@ -103,9 +104,9 @@ Step = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """Bytes that one module owns, without its children; delayed-scaling states count with their linear.
+    """Bytes that one module owns, without its children. Delayed-scaling states count with their linear.
 
-    `saved` is what autograd keeps for it between forward and backward and is no parameter or buffer.
+    `saved` is what autograd keeps for it between forward and backward, except parameters and buffers.
     """
 
     module: str
@@ -196,7 +197,7 @@ def module_rows(model: nn.Module, step: Step) -> tuple[LedgerRow, ...]:
 
 @contextmanager
 def _watched(model: nn.Module, step: Step) -> Iterator[tuple[Census, Holdings]]:
-    """Run `step` and its backward; gives what was counted and what the model holds then."""
+    """Run `step` and its backward. Returns the census, and what the model holds afterwards."""
     census = Census(static=set(holdings(model).sizes))
     try:
         with as_before(model, device_of(model)):

@@ -1,4 +1,4 @@
-"""Monitor: the statistics of sampled steps of a training run, written while it runs, and where they go."""
+"""Monitor: writes the statistics of sampled steps of a training run to a file and to trackers, while it runs."""
 
 import importlib
 import json
@@ -48,10 +48,10 @@ class Monitor:
     - `every`: the first step and each multiple of it is sampled. A sampled step computes the same bits.
     - `to`: trackers that also get an overview: "tensorboard" (in the folder of `path`), "wandb", "trackio".
     - `optimizer`: calls `step` after each of its steps.
-    - `start`: how many steps were done before, in a run that goes on.
+    - `start`: the number of steps that a resumed run completed before.
     - `on_alarm`: gets each `Alarm`. Without it, alarms are warnings. `alarms` holds all of them.
 
-    A sampled step measures the errors of 32 modules. Of more modules each has its turn, in a fixed order.
+    A sampled step measures the errors of 32 modules. If there are more, modules take turns in a fixed order.
 
     No step waits for the device. A sampled step is written as soon as its numbers are on the host, at the latest after
     the next sampled one, or by `close`. Compiled code runs eager in sampled steps.
@@ -79,7 +79,7 @@ class Monitor:
         self._writes.append(self._lines)
         self.alarms: list[Alarm] = []
         self.steps = start
-        """How many steps are done."""
+        """The number of completed steps."""
         self._model, self._every, self._first, self._on_alarm = model, every, start + 1, on_alarm
         self._checks, self._is_closed = Alarms(), False
         self._open = ExitStack()
@@ -107,7 +107,7 @@ class Monitor:
         self.close()
 
     def step(self) -> None:
-        """A step of training is done. UserError after `close`."""
+        """Call it after each step of training. UserError after `close`."""
         if self._is_closed:
             raise UserError("this monitor is closed; make a new one, with start= the number of steps that are done")
         self.steps += 1
@@ -177,7 +177,7 @@ class JsonLines:
 
 
 def overview(rows: Sequence[Row]) -> dict[str, float]:
-    """The worst number of any module by "duotone/role direction/quantity"; of NaN and infinite elements the sum."""
+    """By "duotone/role direction/quantity": the worst number of any module; for NaN and infinite elements the sum."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         for name in WORST:

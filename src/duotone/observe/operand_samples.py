@@ -24,7 +24,7 @@ BLOCK = 128
 """Sampled rows lie side by side in groups of this size, as the longest blocks of formats want it."""
 
 SHARE = 4
-"""One byte of so many that are free may hold samples."""
+"""Samples may take the free memory divided by this."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class LinearSample:
 
 
 def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linears that `convert` makes follow a recipe: no output heads, no adapters."""
+    """The linears that `convert` would convert: without output heads and adapters."""
     sites = sites_of(model)
     rules = with_default_rules(OUTPUT_HEAD, model, sites, [])
     return {
@@ -55,12 +55,12 @@ def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
 def sample_operands(
     model: nn.Module, step: Callable[[], Tensor], memory: int | None = None
 ) -> tuple[list[LinearSample], list[str]]:
-    """Run `step`, which gives the loss, and its backward; gradients and random state are as before afterwards.
+    """Run `step`, which returns the loss, and its backward. Gradients and random state are restored afterwards.
 
-    Gives a sample of each linear that ran, and a note if memory makes them small.
+    Returns a sample of each linear that ran, and a note if memory limits their rows.
 
-    Samples take at most `memory` bytes, a quarter of what is free unless given: then they have fewer rows. UserError
-    for a loss that is no scalar with a gradient, for a model whose linears do not run, or if no row fits.
+    Samples take at most `memory` bytes, by default a quarter of the free memory. UserError for a loss that is no scalar
+    with a gradient, for a model whose linears do not run, or if no row fits.
     """
     require_model("advise", model)
     linears, device = linears_of(model), device_of(model)
@@ -105,9 +105,9 @@ def _sample(
     ran = [sample for sample in samples.values() if sample.operands]
     forward = [(sample, kind) for sample in ran for kind in ("input", "weight")]
     backward = [(sample, "grad_output") for sample in reversed(ran) if "grad_output" in sample.operands]
-    for sample, kind in (*forward, *backward):  # the first that is not finite is the origin
+    for sample, kind in (*forward, *backward):  # the first one that is not finite is the origin
         operand = sample.operands[kind]
-        where = f"in the {kind} of {sample.name}"  # no statistic could tell formats apart
+        where = f"in the {kind} of {sample.name}"  # formats would not differ in any statistic
         if not operand.numel():
             raise UserError(f"advise met no rows {where}; give a batch that is not empty")
         if not bool(torch.isfinite(operand).all()):

@@ -1,4 +1,4 @@
-"""Sampling: who gets the operands of a sampled step, and an even sample of the blocks of an operand."""
+"""Sampling: the interface that gets the operands of a sampled step, and an even sample of the blocks of an operand."""
 
 import math
 from typing import NamedTuple

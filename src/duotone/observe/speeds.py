@@ -1,4 +1,4 @@
-"""How fast linears train under a recipe on a named GPU: a measured table, and what lies between its shapes."""
+"""How fast linears train under a recipe on a named GPU: a measured table, and interpolation between its shapes."""
 
 import json
 import math
@@ -14,7 +14,7 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Speed:
-    """Over compiled bf16, forward and backward; None where nothing was measured. `basis` says how it is known."""
+    """The speed over compiled bf16, forward and backward. None if it was not measured. `basis` says how it is known."""
 
     ratio: float | None
     basis: str

@@ -22,9 +22,9 @@ FIELDS = (
 def measure(x: Tensor, plane: Plane) -> tuple[Tensor, Tensor]:
     """float64 sums in the order of `FIELDS`, and extremes: (largest, minus the smallest nonzero) magnitude.
 
-    Elements that are not finite are counted and left out; without a nonzero one the extremes are (0, -inf). Sums of
-    several samples add, extremes take the maximum. Signal and noise are those of the matrix itself; saturation is
-    judged where the codes are, after any rotation. Reads nothing back to the host.
+    Elements that are not finite are counted and left out. If all others are zero, the extremes are (0, -inf). Sums of
+    several samples add up; extremes take the maximum. Signal and noise are those of the matrix itself. Saturation is
+    counted on the values that become codes, after any rotation. Nothing is read back to the host.
     """
     coded = plane.format.rotate(x).to(torch.float32).abs()
     saturated = (coded > plane.format.ceiling(plane.parts)[:, : coded.shape[1]]) & torch.isfinite(coded)
@@ -75,7 +75,7 @@ def summary(sums: list[float], extremes: list[float]) -> dict[str, float | None]
 
 
 def _cosine(signal: float, decoded: float, noise: float) -> float | None:
-    """Between x and x_q, of their squared norms and that of their difference; None where one of them is zero."""
+    """The cosine of x and x_q, from their squared norms and that of their difference. None if x or x_q is zero."""
     if not signal > 0 < decoded or math.isinf(noise):
         return None
     return (signal + decoded - noise) / (2 * math.sqrt(signal) * math.sqrt(decoded))
@@ -90,7 +90,7 @@ EVENTS = ("amaxes_skipped", "spikes_clamped")
 
 @dataclass
 class Entry:
-    """The statistics of one key: sums and extremes of `measure`, over so many samples."""
+    """The statistics of one key: sums and extremes of `measure`, over `samples` samples."""
 
     sums: Tensor
     extremes: Tensor

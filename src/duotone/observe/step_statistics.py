@@ -1,4 +1,4 @@
-"""The statistics of one sampled step: gathered on the device, copied without waiting, read when the copy is there."""
+"""The statistics of one sampled step: summed on the device, copied without waiting, and read after the copy."""
 
 import math
 import zlib
@@ -30,11 +30,11 @@ WAITING = 32
 """Samples that wait to be measured together: few launches, in 25 MB."""
 
 NAMES = {"duotone_forward": ("input", "weight"), "duotone_backward": ("grad_output",)}
-"""The tensors whose slots a delayed state has, two each."""
+"""The tensors of a delayed state. Each has two slots."""
 
 
 class Sample(NamedTuple):
-    """fp32 (n,): elements of an operand, the values of their codes with any transform, and the most that codes hold."""
+    """fp32 (n,): elements of an operand, the values of their codes after any transform, and the limits of the codes."""
 
     x: Tensor
     values: Tensor
@@ -44,12 +44,12 @@ class Sample(NamedTuple):
 class StepStatistics(Sampler):
     """What the encodes of a step lost. `send` ends the step, and the next one may begin.
 
-    Of more modules than `TOGETHER`, errors are measured in turn: those of an even part in each step, so that all have
-    had their turn after a fixed number of steps. `modules` are the names of all.
+    `modules` are the names of all modules. If they are more than `TOGETHER`, a step measures the errors of an even
+    part, so that a fixed number of steps measures all.
     """
 
     def __init__(self, modules: Iterable[str] = ()) -> None:
-        mixed = sorted(modules, key=lambda name: zlib.crc32(name.encode()))  # layers and kinds lie in every part
+        mixed = sorted(modules, key=lambda name: zlib.crc32(name.encode()))  # every part has all layers and kinds
         self._parts = max(1, math.ceil(len(mixed) / TOGETHER))
         self._part_of = {name: place % self._parts for place, name in enumerate(mixed)}
         self._turn = 0
@@ -60,7 +60,7 @@ class StepStatistics(Sampler):
         """The key of each plane, with the largest element of its format."""
         self._whole: list[Tensor] = []
         self._twins: dict[int, int] = {}
-        """Planes that are the transposes of others, which are measured for both."""
+        """Planes that are transposes of others. The others are measured for both."""
         self._waiting: dict[tuple[int, Format | None], list[tuple[int, Sample]]] = {}
         self._measured: list[tuple[list[int], Tensor]] = []
 
@@ -82,7 +82,7 @@ class StepStatistics(Sampler):
                     self._wait(plane.format, sample(matrix, plane))
 
     def send(self, states: Sequence[DelayedState]) -> "Sent":
-        """Start the copy of all numbers to the host, and of which delayed slots have met no amax."""
+        """Start the copy of all numbers to the host, and of the delayed slots that have no amax yet."""
         self._measure()
         are_new = [is_new(state.amax_history, state.scale).double() for state in states]
         places = [place for places, _ in self._measured for place in places]
@@ -100,7 +100,7 @@ class StepStatistics(Sampler):
         return sent
 
     def _wait(self, fmt: Format, sample: Sample) -> None:
-        """Keep a sample of the newest plane. Those of one size are measured together, whatever their formats."""
+        """Keep a sample of the newest plane. Samples of one size are measured together, in any formats."""
         if not sample.x.numel():
             return
         key = sample.x.numel(), fmt if fmt.transform else None
@@ -109,7 +109,7 @@ class StepStatistics(Sampler):
             self._measure()
 
     def _measure(self) -> None:
-        """Measure what waits and let it go."""
+        """Measure the waiting samples and free them."""
         for (_, transformed), waiting in self._waiting.items():
             x, values, ceiling = (torch.stack(list(parts)) for parts in zip(*(one for _, one in waiting), strict=True))
             coded, decoded = x, values
@@ -128,12 +128,12 @@ WIDTH = len(FIELDS) + 5
 """Numbers of a measured sample: sums, extremes, clipped elements, and the extremes of what scales allow."""
 
 CLIPPED = 1.5
-"""Times its limit. Scales that are rounded leave the largest elements of many blocks a little above the limit."""
+"""Elements above so many times the limit count as clipped: rounded scales leave largest ones a little above it."""
 
 
 def count(x: Tensor, counts: Tensor) -> None:
-    """Enter a matrix into `counts`, int64 (3,), which begins with zeros: the bits of the largest finite magnitude as
-    fp32, and how many elements are NaN and how many infinite."""
+    """Add a matrix to `counts`, int64 (3,), which starts as zeros: the bits of the largest finite magnitude as fp32,
+    the number of NaN, and the number of infinities."""
     if has_kernels(x):
         from duotone.kernels.amax import tensor_census
 
@@ -149,7 +149,7 @@ def is_transposed(row: Plane | None, col: Plane | None) -> bool:
 
 
 def sample(x: Tensor, plane: Plane) -> Sample:
-    """About `SAMPLE` elements of an operand that lies as the plane does; of a transform whole groups alone."""
+    """About `SAMPLE` elements of an operand that lies as the plane does. For a transform only whole groups."""
     elements, part = spread(x.detach(), plane, SAMPLE)
     cols = elements.shape[1] // GROUP * GROUP if part.format.transform else elements.shape[1]
     # Copied, because the operand may be freed or overwritten before it is measured.
@@ -210,7 +210,7 @@ class Sent:
 
 
 def _row(key: Key, largest: float, wholes: Sequence[Sequence[float]], samples: Sequence[Sequence[float]]) -> Row:
-    """One plane in one step, of so many encodes. Numbers that are not finite, which JSON cannot hold, are None."""
+    """One plane in one step, over its samples. Numbers that are not finite are None, because JSON has none."""
     module, role, plane, fmt = key
     amaxes, nans, infs = zip(*wholes, strict=True)
     row: Row = {"module": module, "role": role, "plane": plane, "format": fmt}

@@ -16,7 +16,7 @@ from duotone.tensor.plane import Plane
 
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages that hold the values of `tensor`; those of its parts when it is a wrapper subclass."""
+    """The storages that hold the values of `tensor`. For a wrapper subclass, those of its parts."""
     if is_traceable_wrapper_subclass(tensor):
         for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
             if isinstance(part, Tensor):  # a DTensor names its mesh too
@@ -26,7 +26,7 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of the storages behind `tensors` by storage, which has no other name while it lives."""
+    """Bytes of the storages behind `tensors`, by a number that identifies a storage as long as it lives."""
     return {s._cdata: s.nbytes() for tensor in tensors for s in storages(tensor)}
 
 
@@ -126,7 +126,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 @contextmanager
 def as_before(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run the block without gradients from before; afterwards they, buffers and random state are as they were."""
+    """Run the block without earlier gradients. Afterwards gradients, buffers and random state are restored."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     for parameter, _ in gradients:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 class TappedQuantizer:
     """A quantizer that records each plane that it makes. Two are equal if quantizer, role and store are equal.
 
-    All but `encode` is the inner quantizer's, so that tensors made by `make` and `quantize` carry that one, untapped.
+    Everything but `encode` is the inner quantizer's. So tensors from `make` and `quantize` carry the inner quantizer.
     """
 
     inner: Quantizer
@@ -63,8 +63,8 @@ class TappedQuantizer:
 class TappedRecipe(Recipe):
     """`inner` with taps on every quantizer that it returns, in evaluation too.
 
-    A value: equal to another where recipe and store are. Its pickle and its JSON are the inner recipe's, without the
-    store, because observation belongs to this process.
+    A value: two are equal if recipe and store are equal. Its pickle and its JSON are those of the inner recipe, without
+    the store, because observation belongs to this process.
     """
 
     inner: Recipe
@@ -97,7 +97,7 @@ class TappedRecipe(Recipe):
         return self._tapped(self.inner.quantizer(role, site, slot), role)
 
     def attention_quantizer(self, role: QuantizerRole, site: Site = ANYWHERE) -> Quantizer:
-        """That of the inner recipe: operands of attention are not sampled."""
+        """The quantizer of the inner recipe: operands of attention are not sampled."""
         return self.inner.attention_quantizer(role, site)
 
     def asks_for(self, role: QuantizerRole, site: Site = ANYWHERE) -> bool:
@@ -129,10 +129,10 @@ def with_statistics(recipe: RecipeLike, store: Sampler) -> TappedRecipe:
 def sampled_step(model: nn.Module, sampler: Sampler, recipes: dict[str, TappedRecipe] | None = None) -> Iterator[None]:
     """Run the block, which computes the same bits, with a tap on every operand that linears of `model` encode.
 
-    Backward belongs into the block. Compiled code that holds such a linear runs eager in it: a graph cannot call a
-    sampler, and its guards see `tapped`. Nothing is compiled anew. Operands of attention products (`fp8_dpa`) are not
-    sampled, and CUDA graphs that replay give nothing. `recipes` holds tapped recipes for the next step with this
-    sampler: plans of modules then stay.
+    Run backward inside the block too. There, compiled code with such a linear runs eagerly: a graph cannot call a
+    sampler, and its guards see `tapped`. Nothing is compiled again. Operands of attention products (`fp8_dpa`) are not
+    sampled, and replays of CUDA graphs give no samples. `recipes` holds tapped recipes for the next step with this
+    sampler, so that the plans of modules stay.
     """
     recipes = {} if recipes is None else recipes
 

@@ -13,8 +13,8 @@ COLLECTIVES = ("c10d", "_c10d_functional")
 class Wire(TorchDispatchMode):
     """Counts bytes of this rank's collectives while it is open, forward and backward.
 
-    `gathers` is what each all-gather brings from other ranks, `exchanged` what all-to-alls take. `reduced` is the size
-    of what is summed or compared over ranks: outputs and gradients, which stay in high precision, and amaxes.
+    `gathers` are the bytes that each all-gather gets from other ranks, `exchanged` those of all-to-alls. `reduced` are
+    the bytes that are summed or compared over ranks: outputs and gradients, in high precision, and amaxes.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Wire(TorchDispatchMode):
 
     @property
     def gathered(self) -> int:
-        """What all-gathers bring together."""
+        """The bytes of all all-gathers."""
         return sum(self.gathers)
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""What was trained, as files that servers read, and back."""
+"""Trained models as files that servers read, and back."""
 
 from duotone.serving.exported_weight import ExportReport, ExportRow
 from duotone.serving.exporting import export

@@ -1,4 +1,4 @@
-"""One weight on its way into a file: its plane as it is, or a plane that is encoded for the scheme. And the report."""
+"""One weight on its way into a file, as a plane that it holds or that is encoded for the scheme; and the report."""
 
 import math
 from collections import Counter, defaultdict
@@ -56,9 +56,9 @@ class ExportReport:
 
 @dataclass
 class ExportedWeight:
-    """The weight (N, K) of the linear `name`. `format` encodes it, if no plane is taken as it is.
+    """The weight (N, K) of the linear `name`. `format` encodes it, unless a plane of it is stored.
 
-    `amax` is the one that fused linears share, `input_amax` that of the activations.
+    `amax` is the amax that fused linears share, `input_amax` the amax of the activations.
     """
 
     name: str
@@ -71,7 +71,7 @@ class ExportedWeight:
     is_rounded: bool = False
     """Whether the weight has the values of planes."""
     notes: list[Note] = field(default_factory=list[Note])
-    """What is known once it was encoded; experts of one parameter share the list."""
+    """What encoding the weight told. Experts of one parameter share the list."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -116,7 +116,7 @@ class ExportedWeight:
         return (plain(rows) for rows in split_rows(weight.detach(), 128))
 
     def sources(self) -> Iterator[object]:
-        """All that decides what is stored."""
+        """Everything that decides the stored bytes."""
         yield self.scheme.name, self.format.name, self.source
         weight = self.weight if self.master is None else self.master
         parts = weight.parts if isinstance(weight, QuantizedTensor) else [weight]
@@ -139,7 +139,7 @@ class ExportedWeight:
             raise UserError(f"{self.name} {why}, so {self.scheme.name} needs it encoded again; {remedy}")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What is stored, by its name, some rows at a time; then there is a note."""
+        """The stored tensors by name, some rows at a time. At the end there is a note."""
         plane, source, error = self.plane, self.source, Error()
         if source == "planes":
             assert plane is not None
@@ -149,7 +149,7 @@ class ExportedWeight:
         amax = None
         for at, (fmt, parts, shape) in enumerate(pieces):
             for end, tensor in self.scheme.tensors(fmt, parts, shape).items():
-                if at == 0 or tensor.shape != (1,):  # one element is of the whole weight
+                if at == 0 or tensor.shape != (1,):  # a single element belongs to the whole weight
                     yield f"{self.name}.{end}", tensor
             amax = float(parts["amax"]).hex() if "amax" in parts else None
         if self.input_amax is not None:
@@ -158,7 +158,7 @@ class ExportedWeight:
         self.notes.append(Note(self.name, fmt.name, source, error.relative, amax))
 
     def _encoded(self, error: "Error") -> Iterator[tuple[Format, Parts, tuple[int, int]]]:
-        """The parts of a plane of some rows after the other, under the scales of the whole weight."""
+        """The parts of planes, some rows at a time, under the scales of the whole weight."""
 
         def encode(rows: Tensor, shard: ShardContext | None) -> Parts:
             shared = None if self.amax is None else self.amax.to(rows.device)
@@ -177,7 +177,7 @@ class ExportedWeight:
 
 @dataclass
 class Error:
-    """The norms of an error and of the values, of rows that come one after the other."""
+    """The norms of an error and of the values, summed over pieces of rows."""
 
     lost: float = 0.0
     norm: float = 0.0

@@ -28,7 +28,7 @@ from duotone.serving.stored_tensors import (
 from duotone.tensor.plane_tensor import plain
 
 COMPILE_FROM = 1 << 28
-"""Parameters from which compiled casts on a CPU save more time than the compiler takes. It also takes 130 MiB."""
+"""With so many parameters, compiled casts on a CPU save more time than the compiler takes. It also takes 130 MiB."""
 
 
 def export(
@@ -53,8 +53,8 @@ def export(
     - Linears that servers fuse share one NVFP4 global scale.
     - `calibrate` runs the model on real data, for the static scales of activations of "FP8" and "NVFP4".
 
-    Some rows of a weight are in memory at a time. An old folder is replaced at the end. If the process dies, the next
-    export of the same values goes on after the last whole shard. UserError before anything is written.
+    Only some rows of a weight are in memory at a time. An old folder is replaced at the end. If the process dies, the
+    next export of the same values continues after the last whole shard. A UserError comes before anything is written.
     """
     options = ExportOptions(scheme, ignore, masters or {}, calibrate, allow_requantize, max_shard_bytes)
     return write_export(model, Path(path), options)
@@ -114,7 +114,7 @@ def write_export(model: nn.Module, path: Path, options: ExportOptions, names: St
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """So many threads of torch: more would wait for each other in stages of few elements, long on a busy machine."""
+    """Limit torch to so many threads. More would wait for each other in short stages, for long on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,4 +1,4 @@
-"""A lock file: what several processes must not do at once."""
+"""A lock file, for work that only one process may do at a time."""
 
 import contextlib
 import fcntl
@@ -12,7 +12,7 @@ from duotone.errors import UserError
 
 @contextlib.contextmanager
 def locked(path: Path, subject: Path, remedy: str) -> Iterator[None]:
-    """Hold the lock file at `path` to use `subject` alone: UserError where another process does.
+    """Hold the lock file at `path` while the block uses `subject`. UserError if another process holds it.
 
     The lock ends with this process, however it ends.
     """
@@ -30,7 +30,7 @@ def locked(path: Path, subject: Path, remedy: str) -> Iterator[None]:
 
 
 def _open_locked(path: Path) -> int:
-    """A descriptor of the lock file at `path`, locked, with this process in it."""
+    """A descriptor of the lock file at `path`, locked. The file names this process."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:

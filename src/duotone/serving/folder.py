@@ -16,7 +16,7 @@ from duotone.serving.tensor_file import TensorFile, TensorSpec, memory_of, write
 
 INDEX, WHOLE, CONFIG, NOTES = "model.safetensors.index.json", "model.safetensors", "config.json", "duotone.json"
 WRITTEN = (WHOLE, "model-?????-of-?????.safetensors", INDEX, CONFIG, NOTES, "generation_config.json")
-"""What an export writes. Other files of a folder stay, such as those of a tokenizer."""
+"""The files that an export writes. Other files of a folder stay, such as those of a tokenizer."""
 PROGRESS = "progress.json"
 
 
@@ -31,7 +31,7 @@ class Note(NamedTuple):
 
 
 class Item(Protocol):
-    """Tensors that are computed together. There are notes when all were computed."""
+    """Tensors that are computed together. Their notes exist after all were computed."""
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:

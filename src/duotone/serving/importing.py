@@ -27,7 +27,7 @@ class StoredLinear(NamedTuple):
     shape: tuple[int, int]
     format: Format
     amax: Tensor | None
-    """None if the checkpoint does not tell."""
+    """None if the checkpoint does not contain it."""
 
 
 class Checkpoint:
@@ -67,7 +67,7 @@ class Checkpoint:
         return StoredLinear(scheme, shape, fmt, amax)
 
     def _format(self, linear: str, scheme: Scheme, notes: Mapping[str, object]) -> tuple[Format, Tensor | None]:
-        """The format in which a weight was written, and its exact amax, as far as the notes tell."""
+        """The format in which a weight was written, and its exact amax if the notes have it."""
         wrong = UserError(f"{self.path / NOTES} describes {linear} wrongly; remove the file, or export again")
         names, amaxes = (notes.get(key, {}) for key in ("formats", "amaxes"))
         if not isinstance(names, dict) or not isinstance(amaxes, dict):
@@ -96,7 +96,7 @@ class Checkpoint:
         return self._file(name).read(name)
 
     def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """A tensor, quantized where the scheme has it so; `dtype` is then its nominal dtype."""
+        """A tensor. If the scheme quantizes it, it is a quantized tensor of nominal dtype `dtype`."""
         linear = name.removesuffix(".weight")
         if linear not in self.linears:
             return self._read(name)
@@ -110,9 +110,9 @@ def load(path: str | Path, model: nn.Module | None = None) -> dict[str, Tensor] 
     """Read what `export` wrote: its tensors by name, or into `model`, which is returned.
 
     Weights of linears come back as quantized tensors with a rowwise plane. Their nominal dtype is bf16, or that of the
-    model's parameter. A quantized parameter that had a columnwise plane gets one of the loaded values. Checkpoints that
-    others wrote in the same schemes load too. UserError, before anything changes, for a checkpoint of another model or
-    scheme, and for files that are absent or damaged.
+    model's parameter. If a quantized parameter had a columnwise plane, it gets one from the loaded values. Checkpoints
+    of other programs in the same schemes load too. UserError, before anything changes, for a checkpoint of another
+    model or scheme, and for files that are absent or damaged.
     """
     checkpoint = Checkpoint(Path(path))
     if model is None:

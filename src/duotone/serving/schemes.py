@@ -18,7 +18,7 @@ Arguments = dict[str, object]
 
 
 class Name(NamedTuple):
-    """What compressed-tensors calls the tensors of a linear, after the name of the module."""
+    """The names of a linear's tensors in compressed-tensors, after the name of the module."""
 
     codes: str
     scale: str = "weight_scale"
@@ -75,12 +75,12 @@ class Scheme:
         return f"its {shape[1]} columns are no multiple of {cols}" if cols and shape[1] % cols else ""
 
     def specs(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
-        """What is stored for a linear with a weight (N, K), by the end of the name."""
+        """The stored tensors of a linear with a weight (N, K), by the end of the name."""
         input_specs = {self.input_scale: TensorSpec((1,), torch.float32)} if self.input_scale else {}
         return self.weight_specs(shape) | input_specs
 
     def weight_specs(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
-        """What is stored for a weight (N, K) itself."""
+        """The stored tensors of the weight (N, K) alone."""
         parts = self.format.parts(*shape)
         specs = {
             self.names.codes: TensorSpec(parts["codes"].shape, self.format.code_dtype or torch.uint8),
@@ -145,7 +145,7 @@ def _stored_block(fmt: Format) -> tuple[int | None, int | None]:
 
 
 def _spread(scale: Tensor, spec: PartSpec, to: Format, shape: tuple[int, int]) -> Tensor:
-    """A stored scale for each block of `to`, from a plane in which a scale covers at least such a block."""
+    """A stored scale for each block of `to`. In the plane a scale covers at least such a block."""
     source = Block(*(entry or 0 for entry in spec.entries))
     target = Block(*(entry or 0 for entry in _stored_block(to)))
     picked = scale.reshape(source.grid(*shape))
@@ -196,7 +196,7 @@ SCHEMES = {
 }  # fmt: skip
 BF16 = "BF16"
 NEAREST = {"fp8_e5m2": "FP8_DYNAMIC", "fp8_e4m3": "FP8_BLOCK", "mxfp8": "MXFP8", "mxfp6": "MXFP8", "nvfp4": "NVFP4A16"}
-"""By the beginning of a format's name: what to serve instead."""
+"""Beginning of a format's name -> what to serve instead."""
 
 
 def get_scheme(name: str) -> Scheme | None:
@@ -219,7 +219,7 @@ def scheme_for(fmt: Format) -> Scheme:
 
 
 def scheme_of_group(group: Mapping[str, object]) -> Scheme:
-    """The scheme that a quantization_config's group describes. UserError if it is none of ours."""
+    """The scheme that a group of a quantization_config describes. UserError for a scheme that is not in this file."""
     for scheme in SCHEMES.values():
         if _described(group) == _described(scheme.group()):
             return scheme

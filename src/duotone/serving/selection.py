@@ -24,7 +24,7 @@ Weights = dict[str, ExportedWeight | ExportedExperts]
 def selected_weights(
     model: nn.Module, scheme: Scheme, ignore: Sequence[str], masters: Mapping[str, Tensor], names: StoredNames
 ) -> Weights:
-    """What is stored quantized, by the full name of the parameter."""
+    """The weights that are stored quantized, by the full name of the parameter."""
     excluded = {*left_alone(model), *heads(model)}
     weights: Weights = {}
     for owner, module in model.named_modules():
@@ -56,7 +56,7 @@ def _matrices(owner: str, module: nn.Module) -> Iterator[tuple[str, Format | Non
         fmt = trained_format(module)
         if "weight" in module._parameters:
             yield f"{owner}.weight".removeprefix("."), fmt
-        elif fmt not in (None, IDENTITY) and "_owner" not in module.__dict__:  # which experts have
+        elif fmt not in (None, IDENTITY) and "_owner" not in module.__dict__:  # experts have an owner
             _refuse_module(owner, module)
 
 
@@ -85,7 +85,7 @@ def scheme_of_recipe(model: nn.Module) -> Scheme | None:
 
 
 def refuse_model(model: nn.Module) -> None:
-    """UserError for a model that is not whole."""
+    """UserError for a model with adapters, or with tensors that are sharded or on meta."""
     for name in adapters(model):
         raise UserError(f"{name} is a low-rank adapter; merge the adapters into the model, then export it")
     for name, tensor in model.state_dict(keep_vars=True).items():

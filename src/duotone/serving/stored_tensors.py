@@ -1,4 +1,4 @@
-"""What a file stores for a tensor of a model: itself under its name, or pieces under the names of another layout."""
+"""What a file stores for a tensor of a model: itself under its name, or pieces with the names of another layout."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ def stored_name(names: StoredNames, name: str) -> str:
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a state_dict but for the states of delayed scaling. Parameters are the objects themselves."""
+    """The tensors of a state_dict, without the states of delayed scaling. Parameters are the objects themselves."""
     states, tensors = state_names(model), model.state_dict(keep_vars=True)
     return {name: t for name, t in tensors.items() if isinstance(t, Tensor) and name not in states}
 
@@ -76,7 +76,7 @@ class ExportedExperts:
         return {name: spec for piece in pieces.values() for name, spec in piece.specs.items()}
 
     def refuse(self, allow_requantize: bool) -> None:
-        """UserError where the experts cannot be exported so."""
+        """UserError if the experts cannot be exported in the scheme."""
         like = self.like
         if like.scheme.input_scale:
             raise UserError(f"{like.name} is of experts, whose inputs have no static scale; choose another scheme")

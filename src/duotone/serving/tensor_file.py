@@ -21,7 +21,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LONGEST_HEADER = 100_000_000
 PIECE, PIECE_ON_GPU = 1 << 18, 1 << 24
-"""Elements of a piece of rows: what is computed and written at once."""
+"""Elements of a piece of rows, which is computed and written at once."""
 
 
 class TensorSpec(NamedTuple):
@@ -42,14 +42,14 @@ class TensorSpec(NamedTuple):
 
 
 def split_rows(t: Tensor, step: int = 1) -> tuple[Tensor, ...]:
-    """Cut a tensor along its rows into pieces of few elements, each of a multiple of `step` rows but the last."""
+    """Cut a tensor along its rows into small pieces. All but the last have a multiple of `step` rows."""
     rows = t.reshape(1) if t.dim() == 0 else t
     width = max(1, rows.numel() // max(1, len(rows)))
     return rows.split(max(1, (PIECE if t.device.type == "cpu" else PIECE_ON_GPU) // width // step) * step)
 
 
 def memory_of(t: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, some rows at a time. Each view holds until the next is asked for."""
+    """The bytes of a tensor, some rows at a time. A view is valid until the next one is taken."""
     for rows in split_rows(t.detach()):
         rows = rows.contiguous().cpu()
         yield memoryview((ctypes.c_ubyte * rows.nbytes).from_address(rows.data_ptr()))
@@ -84,7 +84,7 @@ def write_tensors(path: Path, specs: Mapping[str, TensorSpec], pieces: Iterable[
 
 
 class TensorFile:
-    """A file in the safetensors layout, open for reading. UserError where it is damaged."""
+    """A file in the safetensors layout, open for reading. UserError if it is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
