@@ -91,6 +91,29 @@ def test_the_scale_of_activations_is_that_of_the_largest_batch(tmp_path) -> None
         assert torch.equal(saved["layers.0.q_proj.input_scale"], (max(normed) / 448).reshape(1))
 
 
+class ByKeyword(nn.Module):
+    """A linear that is called by keyword, as generated code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(input=x)
+
+
+def test_the_scale_is_that_of_what_the_product_reads(tmp_path) -> None:
+    """Behind the norm of a LayerNormLinear, and of an input that has a name."""
+    x = 100 * torch.randn(16, 64)
+    normed_linear = duotone.LayerNormLinear(64, 64, normalization="RMSNorm", recipe=duotone.recipes.load("fp8-current"))
+    model = nn.Sequential(normed_linear, ByKeyword())
+    duotone.export(model, tmp_path / "x", scheme="FP8", calibrate=lambda: model(x))
+    saved = load_file(tmp_path / "x" / "model.safetensors")
+    normed = torch.nn.functional.rms_norm(x, (64,), eps=1e-5).abs().max()
+    torch.testing.assert_close(saved["0.input_scale"], (normed / 448).reshape(1))
+    assert torch.equal(saved["1.linear.input_scale"], (model[0](x).detach().abs().max() / 448).reshape(1))
+
+
 @pytest.mark.parametrize(
     ("fmt", "scheme"),
     [
@@ -211,6 +234,24 @@ def test_delayed_states_stay_out_and_ties_are_stored_once(tmp_path) -> None:
     assert not [name for name in saved if "duotone" in name] and "lm_head.weight" not in saved
     config = json.loads((tmp_path / "x" / "config.json").read_text())
     assert config["quantization_config"]["ignore"] == ["lm_head"]
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_a_quantized_linear_tied_to_an_embedding_is_refused_unless_ignored(head_first: bool, tmp_path) -> None:
+    """Files would hold it once, under one of its names, and readers would look for codes under the other one."""
+    names = ["head", "embed"] if head_first else ["embed", "head"]
+    parts = {"embed": nn.Embedding(96, 64), "head": nn.Linear(64, 96, bias=False), "body": nn.Linear(64, 64)}
+    model = nn.ModuleDict({name: parts[name] for name in [*names, "body"]})
+    model["head"].weight = model["embed"].weight
+    duotone.convert(model, "mxfp8", rules=())
+    with pytest.raises(
+        duotone.UserError, match=r"head\.weight is tied to embed\.weight, .*; ignore=\['head'\] stores both so"
+    ):
+        export(model, tmp_path / "x", None)
+    assert not (tmp_path / "x").exists()
+    duotone.export(model, tmp_path / "x", ignore=["head"])
+    config = json.loads((tmp_path / "x" / "config.json").read_text())
+    assert "head" in config["quantization_config"]["ignore"]
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,10 @@ class LayerNormLinear(Linear):
         bias = [self.bias] if self.return_bias else []
         return (y, *bias, *normalised) if bias or normalised else y
 
+    def normalised(self, x: Tensor) -> Tensor:
+        """What the linear multiplies: x (*lead, in_features) after the norm."""
+        return run(self._ops[:1], x, (), None, self)
+
     @property
     def pipeline(self) -> tuple[Op, ...] | None:
         more = self.return_bias or self.return_layernorm_output

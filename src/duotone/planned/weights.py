@@ -165,7 +165,7 @@ def replace(old: Tensor, new: nn.Parameter) -> None:
         text = " ".join(str(error).split())
         raise UserError(
             "a weight cannot be converted, cast or moved while something holds it, as compiled code does: "
-            f"{text}; do so before the model is compiled"
+            f"{text}; do so before the model is compiled, and when no output with a graph is alive"
         ) from error
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from duotone.conversion.naming import require_model
 from duotone.dispatch.stages import uncompiled
 from duotone.errors import UserError
+from duotone.modules import LayerNormLinear
 from duotone.serving.exported_weight import ExportedWeight, ExportReport, ExportRow, share_global_scales
 from duotone.serving.folder import CONFIG, NOTES, Item, Note, write_folder
 from duotone.serving.schemes import BF16, Scheme, get_scheme
@@ -136,13 +137,14 @@ def _calibrated(
         raise UserError(f"scheme {scheme} stores the scales of activations; {remedy}")
     amaxes: dict[str, Tensor] = {}
 
-    def note(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        amax = plain(inputs[0]).detach().abs().amax().float().reshape(1)
+    def note(name: str, module: nn.Module, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
+        x = plain(inputs[0] if inputs else named["input" if "input" in named else "x"]).detach()
+        amax = (module.normalised(x) if isinstance(module, LayerNormLinear) else x).abs().amax().float().reshape(1)
         amaxes[name] = torch.maximum(amaxes.get(name, amax), amax)
 
     with ExitStack() as hooks, torch.no_grad():
         for name, module in linears.items():
-            hooks.enter_context(module.register_forward_pre_hook(partial(note, name)))
+            hooks.enter_context(module.register_forward_pre_hook(partial(note, name), with_kwargs=True))
         calibrate()
     for name in linears:
         if name not in amaxes:

@@ -42,7 +42,18 @@ def selected_weights(
             weights[name] = weight if is_linear else ExportedExperts(weight, names)
             if is_linear and not isinstance(module, nn.Linear):
                 _refuse_module(owner, module)
+    _refuse_ties(model, weights)
     return weights
+
+
+def _refuse_ties(model: nn.Module, weights: Weights) -> None:
+    """UserError for a linear that would be quantized and shares its weight with what stays in high precision."""
+    linears = {id(model.get_parameter(name)): name for name in weights}
+    for other, parameter in model.named_parameters(remove_duplicate=False):
+        name = linears.get(id(parameter), other)
+        if name != other and other not in weights:
+            owner = name.rpartition(".")[0]
+            raise UserError(f"{name} is tied to {other}, which stays in bf16; ignore={[owner]!r} stores both so")
 
 
 def _matrices(owner: str, module: nn.Module) -> Iterator[tuple[str, Format | None]]:
