@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39701
+LIBRARY_LINES = 39718
 TOOL_LINES = 7951
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -35,7 +35,7 @@ BUDGETS = {
     "kernels": (5041, 0, 0),
     "lab": (3887, 14, 0),
     "linear": (1930, 5, 0),
-    "modules": (731, 3, 0),
+    "modules": (735, 3, 0),
     "observe": (2324, 6, 0),
     "ops": (1464, 0, 0),
     "optim": (855, 3, 0),
@@ -44,7 +44,7 @@ BUDGETS = {
     "planned": (3380, 16, 0),
     "recipes": (2016, 6, 0),
     "report": (1745, 0, 0),
-    "serving": (1422, 0, 0),
+    "serving": (1435, 0, 0),
     "state": (1891, 11, 0),
     "tensor": (2839, 16, 0),
 }
