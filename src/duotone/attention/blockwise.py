@@ -1,15 +1,15 @@
 """Attention in blocks of keys, in plain torch: these functions define the bits of its seven products.
 
     S  = Q K^T         forward and backward
-    O  = P V           P = exp(S - m) of the blocks so far; what came before is rescaled when m rises
+    O  = P V           P = exp(S - m) of the blocks so far; earlier sums are rescaled when m rises
     dV = P^T dO        P = exp(S - lse)
     dP = dO V^T
     dQ = dS K          dS = P * (dP - D), D = rowsum(dO * O)
     dK = dS^T Q
 
 Heads are (batch, groups, heads of a group, tokens, width), and keys have one head in each group. Everything is fp32.
-Blocks go from the last keys to the first: the weights of the first tokens, on which many queries put most of their
-probability, then rescale sums that are complete, and do not push later probabilities below what a format can hold.
+Blocks go from the last keys to the first. Many queries put most of their probability on the first tokens. As the last
+block these rescale complete sums, and do not push later probabilities below what a format can hold.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from duotone.attention.masks import seen_by
 from duotone.formats import philox
 
 FIRST_RANDOM = 16
-"""Where the random numbers of the blocks begin; those before are for the operands."""
+"""The first random stream of the blocks. Lower numbers belong to the operands."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Blocks:
     like: torch.dtype
 
     def ranges(self, queries: int, keys: int) -> Iterator[tuple[int, slice, slice]]:
-        """Number, queries and keys of each block: from the last keys, and from the first query that sees one."""
+        """Number, queries and keys of each block, the last keys first. Queries start at the first that sees one."""
         for start in reversed(range(0, keys, TILE)):
             first = start if self.causal and self.seen is None else 0
             if first < queries:
@@ -64,7 +64,7 @@ class Blocks:
         return scores.masked_fill(keys > queries[:, None], -torch.inf)
 
     def keep(self, like: Tensor, block: int) -> Tensor | None:
-        """fp32, 1 for probabilities of a block that dropout keeps and 0 for others; None without dropout."""
+        """fp32: 1 for the probabilities of a block that dropout keeps, 0 for the others. None without dropout."""
         if not self.dropout:
             return None
         assert self.seed is not None
@@ -74,7 +74,7 @@ class Blocks:
         return (drawn >= round(self.dropout * 65536)).to(like.dtype).view_as(like)
 
     def block_seed(self, block: int) -> Tensor | None:
-        """The seed, int64 (1,), of what one block of queries rounds stochastically. None if nothing does."""
+        """The seed, int64 (1,), with which a block of queries rounds stochastically. None without a seed."""
         return None if self.seed is None else self.seed + FIRST_RANDOM + block
 
 
@@ -119,7 +119,7 @@ class BackwardOperands:
 
 
 class Tile(NamedTuple):
-    """What backward knows of a block: probabilities, what dropout keeps of them, and the gradient of the scores."""
+    """A block in backward: its probabilities, those that dropout keeps, and the gradient of its scores."""
 
     block: int
     rows: slice
@@ -150,7 +150,7 @@ def differentiate(
     ds: TileOperand,
     p_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, from what the products multiply, the output and what `attend` gave."""
+    """The gradients of q, k and v, from the operands of the products, the output and the results of `attend`."""
     if ds.is_new:
         ds.start(torch.stack([tile.ds.abs().amax() for tile in tiles(x, out, lse, blocks)]))
     dq, dk, dv = torch.zeros_like(x.q_row), torch.zeros_like(x.k_row), torch.zeros_like(x.v_row)

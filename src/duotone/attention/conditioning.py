@@ -1,4 +1,4 @@
-"""What query and key may undergo before they are quantized: changes that attention does not see in exact arithmetic."""
+"""Changes of query and key before they are quantized. In exact arithmetic the output of attention stays the same."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,11 @@ from duotone.recipes.recipe import Recipe
 
 
 def conditioned(recipe: Recipe, query: Tensor, key: Tensor, axis: int, ranks: Ranks | None) -> tuple[Tensor, Tensor]:
-    """Query and key as the fields of the recipe ask, in their dtypes; `axis` is that of the tokens.
+    """Query and key after the changes that the recipe asks for, in their dtypes. `axis` is the axis of the tokens.
 
-    Subtracting one vector from all keys of a head changes each row of scores by a constant, which the softmax ignores.
-    `ranks` share the tokens.
-    One orthonormal matrix on query and key leaves scores as they are (QuaRot, arXiv 2404.00456).
+    - Subtracting one vector from all keys of a head changes each row of scores by a constant, which the softmax
+      ignores. `ranks` share the tokens.
+    - An orthonormal matrix on both query and key does not change the scores (QuaRot, arXiv 2404.00456).
     """
     if recipe.dpa_center_keys:
         mean = key.mean(axis, keepdim=True, dtype=torch.float32)

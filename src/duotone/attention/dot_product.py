@@ -47,7 +47,7 @@ TRANSIENT = ("_answers", "_requests", "_picks", "_met", "_low_precision", "_alik
 
 
 class DotProductAttention(BoundaryRoles, MeetsRecipes):
-    """Attention of heads, grouped where `num_gqa_groups` is below `num_attention_heads`; holds no parameters.
+    """Attention of heads, without parameters. Heads share keys if `num_gqa_groups` is below `num_attention_heads`.
 
     A call takes all heads, or those of one of several ranks: the same share of heads and of groups.
 
@@ -104,11 +104,13 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
     ) -> Tensor:
         """Heads (s, b, h, d), (b, s, h, d) or packed (t, h, d), as `qkv_format` -> (s, b, h*d), (b, s, h*d), (t, h*d).
 
-        `attention_mask` is bool, True for what is not seen: for "padding" types tokens (b, s) or (b, 1, 1, s), one mask
-        or (of queries, of keys); for "arbitrary" what broadcasts to (b, h, queries, keys). `cu_seqlens`, integers
-        (sequences + 1,), delimit packed sequences, or give the lengths of padded ones; a mask of (t, t) comes of the
-        former. Queries that see no key give zeros. A `kv_cache` takes the new keys and values, and queries see all that
-        it holds, up to their own. UserError where shapes, dtypes or masks do not fit.
+        - `attention_mask` is bool, True for what is not seen. For "padding" types it masks tokens: (b, s) or
+          (b, 1, 1, s), one mask or a pair (queries, keys). For "arbitrary" it broadcasts to (b, h, queries, keys).
+        - `cu_seqlens`, integers (sequences + 1,), delimit packed sequences, or give the lengths of padded ones. In high
+          precision they become a mask (t, t).
+        - A `kv_cache` takes the new keys and values. Queries see all that it holds, up to their own position.
+
+        Queries that see no key give zeros. UserError if shapes, dtypes or masks do not fit.
         """
         layout = check_layout(qkv_format or self.qkv_format)
         self._check(layout, query_layer, key_layer, value_layer)

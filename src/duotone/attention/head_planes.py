@@ -26,32 +26,33 @@ class HeadOperand:
     """How query, key, value or the gradient of the output become planes.
 
     Heads are (batch, groups, heads, tokens, width). The rowwise plane serves products over the width, the columnwise
-    plane products over tokens. Under scales of the whole tensor they are the matrix (batch tokens, heads width) and its
-    transpose. Else they are (heads tokens, width) and (heads width, tokens), and no block reaches into another head.
+    plane serves products over tokens. Under scales of the whole tensor they are the matrix (batch tokens, heads width)
+    and its transpose. Otherwise they are (heads tokens, width) and (heads width, tokens), so that no block reaches into
+    another head.
     """
 
     quantizer: Quantizer
     context: QuantizeContext
     stream: int = 0
-    """Its random numbers are those of the call's seed plus this."""
+    """Its random numbers have the call's seed plus this."""
 
     serving: str = ""
     """The direction whose plane serves all products; "" if each direction has its own."""
 
     @staticmethod
     def of(quantizer: Quantizer, context: QuantizeContext, stream: int) -> "HeadOperand":
-        """One plane where that of the transpose would have the same values."""
+        """Only one plane is encoded if the plane of the transpose would have the same values."""
         same = quantizer.rowwise == quantizer.columnwise and quantizer.columnwise_source == "original"
         shares = same and quantizer.rowwise is not None and quantizer.rowwise.is_derivable
         return HeadOperand(quantizer, context, stream, "rowwise" if shares else "")
 
     def usage(self, usage: Usage) -> Usage:
-        """The planes that are encoded where `usage` is wanted."""
+        """The planes that are encoded for a `usage`."""
         return Usage(self.serving == "rowwise", self.serving == "columnwise") if self.serving else usage
 
     @property
     def is_whole(self) -> bool:
-        """Whether scales cover the tensor, so that heads may lie as projections give them."""
+        """Whether scales cover the whole tensor. Then heads may keep the memory order of the projections."""
         fmts = self.quantizer.rowwise or IDENTITY, self.quantizer.columnwise or IDENTITY
         return all(fmt.block == TENSOR for fmt in fmts)
 
@@ -61,7 +62,7 @@ class HeadOperand:
         rowwise, columnwise = usage = self.usage(usage)
         if self.is_whole:
             matrix = x.permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1)
-            # A kernel writes a transpose as such, but not beside a plane in high precision.
+            # A kernel writes the transpose directly, but not beside a plane in high precision.
             apart = self.quantizer.rowwise == IDENTITY and columnwise
             usages = [Usage(rowwise, False), Usage(False, True)] if apart else [usage]
             encoded = [plane for each in usages for plane in self.quantizer.encode(matrix, each, context)]
@@ -102,7 +103,7 @@ class HeadOperand:
         return [each for each in (row if rowwise else None, col) if each is not None]
 
     def planes(self, parts: Sequence[Tensor], shape: Sequence[int], usage: Usage) -> dict[str, Plane]:
-        """The planes over their flat parts, by direction: what `encode` gave for heads of this shape."""
+        """The planes by direction, from the flat parts that `encode` returned for heads of this shape."""
         planes, at = {}, 0
         batch, groups, heads, tokens, width = shape
         usage = self.usage(usage)
@@ -123,7 +124,7 @@ class HeadOperand:
     def values(
         self, planes: dict[str, Plane], shape: Sequence[int], direction: str, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """(batch, groups, heads, tokens, width): what a product multiplies that reads this direction."""
+        """The values of this direction, (batch, groups, heads, tokens, width), as a product multiplies them."""
         direction = self.serving or direction
         plane = planes[direction]
         batch, groups, heads, tokens, width = shape
@@ -136,7 +137,7 @@ class HeadOperand:
         return as_heads(plane, (batch, groups, heads, width, tokens)).mT.to(dtype)
 
     def value_rows(self, planes: dict[str, Plane], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The values of the first plane, with contiguous rows if codes can be turned, which have half of the bytes."""
+        """The values of the first plane, with contiguous rows if codes, of half the bytes, can be transposed."""
         direction = self.serving or next(iter(planes))
         turned = planes[direction].transposed() if self.is_whole and direction == "columnwise" else None
         if turned is None or turned.format == IDENTITY:
@@ -152,7 +153,7 @@ def _padded(rows: int, fmt: Format) -> int:
 
 
 def as_rows(x: Tensor, fmt: Format) -> Tensor:
-    """(*lead, M, K) -> (lead M, K), with rows of zeros behind each M where blocks would reach into the next one."""
+    """(*lead, M, K) -> (lead M, K). Rows of zeros follow each M if blocks would reach into the next one."""
     missing = _padded(x.shape[-2], fmt) - x.shape[-2]
     return (F.pad(x, (0, 0, 0, missing)) if missing else x).reshape(-1, x.shape[-1])
 
@@ -168,9 +169,9 @@ def as_heads(plane: Plane, shape: Sequence[int]) -> Tensor:
 class TileOperand:
     """How probabilities, or their gradients, become operands while they exist: tile by tile.
 
-    A scale of the whole tensor cannot be known. `limit` is a bound of all elements: the scale is then the largest power
-    of two that does not overflow. Without one each tile of 128 x 128 has the scale of its amax. A delayed scale comes
-    with the call.
+    The amax of the whole tensor is never known. With a `limit`, a bound of all elements, the scale is the largest power
+    of two that does not overflow. Without a limit each tile of 128 x 128 has the scale of its amax. A delayed scale is
+    an argument of the call.
     """
 
     quantizer: Quantizer
@@ -192,9 +193,9 @@ class TileOperand:
     def rounded(
         self, x: Tensor, direction: str, like: torch.dtype, scale: Tensor | None, seed: Tensor | None
     ) -> Tensor:
-        """fp32 (*lead, M, K) -> what a product over K multiplies, fp32. `like` is the dtype of high precision.
+        """fp32 (*lead, M, K) -> the values that a product over K multiplies, fp32. `like` is the high-precision dtype.
 
-        `scale` is that of a delayed format, fp32 (1,).
+        `scale` is the scale of a delayed format, fp32 (1,).
         """
         fmt = getattr(self.quantizer, direction) or IDENTITY
         if fmt == IDENTITY:
@@ -212,7 +213,7 @@ class TileOperand:
         return as_heads(Plane(fmt, parts, (matrix.shape[0], matrix.shape[1])), x.shape)
 
     def both(self, x: Tensor, like: torch.dtype, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """fp32 (*lead, M, K) -> what products multiply over K, and (*lead, K, M) over M."""
+        """fp32 (*lead, M, K) -> the values for products over K, and (*lead, K, M) those for products over M."""
         flat = x.reshape(-1, x.shape[-1])
         scales = [None if slot is None else slot.scale_for(flat) for slot in self.context.slots]
         row = self.rounded(x, "rowwise", like, scales[0], seed)

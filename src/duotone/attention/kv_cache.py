@@ -16,7 +16,7 @@ class KVCache:
     """Room for `length` tokens of `batch` sequences with `groups` heads of keys and values, each `width` wide.
 
     `format` is the name of a format whose scales belong to one row, so that later tokens change no code of earlier
-    ones. `dtype` is that of the keys and values that come back. UserError for other formats.
+    ones. `dtype` is the dtype of the returned keys and values. UserError for other formats.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class KVCache:
         self.format: Format = fmt
         self.batch, self.length, self.groups, self.width, self.dtype = batch, length, groups, width, dtype
         self.tokens = 0
-        """How many tokens of each sequence it holds."""
+        """The number of tokens of each sequence in the cache."""
 
         rows = length * batch * groups
         specs = fmt.parts(rows, width).items()
@@ -58,9 +58,9 @@ class KVCache:
         self.tokens = 0
 
     def append(self, key: Tensor, value: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-        """Heads of new tokens in "sbhd" or "bshd" -> the heads of all tokens so far, as the cache holds them.
+        """Heads of new tokens in "sbhd" or "bshd" -> the heads of all tokens so far, as decoded from the cache.
 
-        UserError where they do not fit, or a gradient is asked for.
+        UserError if they do not fit, or if one needs a gradient.
         """
         if layout == "thd":
             raise UserError("a KVCache takes sequences of one length, 'sbhd' or 'bshd'; packed ones ('thd') have many")

@@ -24,12 +24,15 @@ if TYPE_CHECKING:
 class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
     """x + drop(attention(norm(x))), in decoders then + drop(cross attention), then + drop(MLP(norm(x))).
 
-    Arguments after the heads are keyword-only, with the names and defaults of Transformer Engine; `attention` are all
-    others of `MultiheadAttention`. `layer_type` "decoder" adds `inter_attention` over the encoder's output.
-    `apply_residual_connection_post_layernorm` adds to the outputs of the norms in place of x. `output_layernorm` moves
-    the first norm behind the layer. `parallel_attention_mlp` runs the MLP on x itself, beside attention.
-    `drop_path_rate` is the probability that a sample skips a branch. `split_gate` is that of `LayerNormMLP`. Nothing
-    depends on `layer_number`. UserError for what is not allowed.
+    Arguments after the heads are keyword-only, with the names and defaults of Transformer Engine. `attention` are all
+    others of `MultiheadAttention`. UserError for values that are not allowed.
+
+    - `layer_type` "decoder" adds `inter_attention` over the encoder's output.
+    - `apply_residual_connection_post_layernorm` adds to the outputs of the norms instead of x.
+    - `output_layernorm` moves the first norm behind the layer.
+    - `parallel_attention_mlp` runs the MLP on x itself, beside attention.
+    - `drop_path_rate` is the probability that a sample skips a branch.
+    - `split_gate` is that of `LayerNormMLP`. `layer_number` has no effect.
     """
 
     def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)

@@ -36,7 +36,7 @@ MASK_TYPES = {
     "padding_causal_bottom_right": MaskType(causal=True, padding=True),
     "arbitrary": MaskType(arbitrary=True),
 }
-"""Transformer Engine's names; the diagonal of a window without causality is at the bottom right, as there."""
+"""By Transformer Engine's names. As there, a window without causality has its diagonal at the bottom right."""
 
 
 def mask_type(name: str) -> MaskType:
@@ -47,7 +47,7 @@ def mask_type(name: str) -> MaskType:
 
 
 def window_of(kind: MaskType, size: Window | None) -> Window:
-    """How many keys before and after its own position a query sees, -1 for all; causality allows none after."""
+    """The number of keys that a query sees before and after its position; -1 is all. Causality allows none after it."""
     left, right = size or UNBOUNDED
     if (
         (size and not all(isinstance(side, int) for side in size))
@@ -79,7 +79,7 @@ def whole(tokens: int, device: torch.device, from_end: bool = False) -> Side:
 
 
 def padded(real: Tensor, from_end: bool = False, padding: int = -1) -> Side:
-    """Bool (batch, tokens), True for tokens and False for padding, which is wherever it is."""
+    """From bool (batch, tokens): True for tokens, False for padding, which may be anywhere."""
     count, batch = real.sum(-1), torch.arange(len(real), device=real.device)
     position = real.cumsum(-1) - 1 - (count[:, None] if from_end else 0)
     return Side(position, torch.where(real, batch[:, None], padding), torch.zeros_like(count), count)
@@ -110,8 +110,8 @@ def visible(sides: tuple[Side, Side], window: Window) -> Tensor:
 
 
 def spans(sides: tuple[Side, Side], window: Window, from_end: bool) -> Tensor:
-    """int32 (batch or 1, 2, queries + keys): the first key that each query sees and the one behind the last, then the
-    first query that sees each key and the one behind the last. Tokens of each sequence lie together."""
+    """int32 (batch or 1, 2, queries + keys): the first key that each query sees and the one after the last, then the
+    first query that sees each key and the one after the last. Tokens of each sequence lie together."""
     (query, key), (left, right) = sides, window
     both = _spans(query, key, (left, right), from_end), _spans(key, query, (right, left), from_end)
     return torch.cat(both, -1).to(torch.int32)
@@ -139,8 +139,9 @@ def seen_by(spans: Tensor, queries: slice, keys: slice) -> Tensor:
 class Masking:
     """How a call masks: its type, its window, whether sequences are packed, and the ranks that share them.
 
-    Heads and masks of padding are then those of a rank's tokens, lengths those of whole sequences, and what is returned
-    is for the queries of this rank and all keys. An arbitrary mask has rows for the former and columns for the latter.
+    With ranks, heads and masks of padding are those of a rank's tokens, and lengths are those of whole sequences. The
+    result is for the queries of this rank and all keys. An arbitrary mask has rows for these queries and columns for
+    all keys.
     """
 
     kind: MaskType
@@ -151,7 +152,7 @@ class Masking:
     def mask(self, query: Tensor, key: Tensor, mask: Masks, cu_seqlens: tuple[Lengths, Lengths]) -> Tensor | None:
         """For heads (batch, heads, tokens, depth): bool, True for a key that is seen, or int32 `spans` of what is seen.
 
-        None stands for all keys, or for the triangle of a causal type. UserError if masks or lengths do not fit.
+        None means all keys, or the triangle of a causal type. UserError if masks or lengths do not fit.
         """
         kind, count = self.kind, 1 if self.ranks is None else self.ranks.size
         tokens = query.shape[2] * count, key.shape[2] * count
@@ -167,7 +168,7 @@ class Masking:
             raise UserError("attn_mask_type 'arbitrary' takes no packed sequences ('thd'); use 'sbhd' or 'bshd'")
         if kind.padding and not self.is_packed and mask is not None:
             masks = mask if isinstance(mask, tuple) else (mask, mask)
-            sides = zip(tokens, masks, cu_seqlens, (-1, -2), strict=True)  # padding meets no padding
+            sides = zip(tokens, masks, cu_seqlens, (-1, -2), strict=True)  # padding of queries sees no padding of keys
             first, second = (self._padded(query.shape[0], *side) for side in sides)
             if self.ranks is not None:
                 place = self.ranks.places(query.shape[2], query.device)
@@ -214,9 +215,9 @@ def _real_lengths(batch: int, tokens: int, cu_seqlens: Lengths) -> Tensor:
 
 
 def _checked(cu_seqlens: Lengths, tokens: int, edges: int | None = None) -> Tensor:
-    """UserError if edges of sequences have a wrong shape or, on the CPU, wrong values; a GPU is not waited for.
+    """UserError if edges of sequences have a wrong shape or, on the CPU, wrong values. Nothing waits for a GPU.
 
-    `edges` is how many there are if each sequence has a row of `tokens`, else `tokens` are those of all sequences.
+    If each sequence has a row of `tokens`, `edges` is their number. Otherwise `tokens` are those of all sequences.
     """
     expected = "integers (sequences + 1,), from 0 to the number of tokens, of queries and of keys"
     if cu_seqlens is None:
@@ -245,7 +246,7 @@ def _real(mask: Tensor, batch: int, tokens: int) -> Tensor:
 
 
 def _seen(mask: Masks, shape: tuple[int, ...], within: Tensor | None) -> Tensor:
-    """What an arbitrary mask leaves, and the window too if there is one."""
+    """The keys that an arbitrary mask leaves, within the window unless that is None."""
     if mask is None or isinstance(mask, tuple):
         raise UserError("attn_mask_type 'arbitrary' needs one attention_mask; give it, or change the type")
     fits = 2 <= mask.dim() <= 4 and all(n in (1, m) for n, m in zip(mask.shape[::-1], shape[::-1], strict=False))

@@ -20,7 +20,7 @@ _MODULES: "Numbered[MeetsRecipes]" = Numbered()
 class MeetsRecipes(KnownRoles, nn.Module):
     """Calls `meet(recipe)` before each forward, which must be cheap for a recipe that it met before.
 
-    Graphs are traced again where `forget` was called.
+    `forget` makes graphs of the module be traced again.
     """
 
     _number: str
@@ -38,7 +38,7 @@ class MeetsRecipes(KnownRoles, nn.Module):
         return False
 
     def share(self, recipe: Recipe) -> None:
-        """Meet a recipe for traced calls, whose graph serves all modules that are alike."""
+        """Meet a recipe for traced calls. Their graph serves all modules that are alike."""
         self.meet(recipe)
 
     def is_shared(self, recipe: Recipe) -> bool:
@@ -51,7 +51,7 @@ class MeetsRecipes(KnownRoles, nn.Module):
         self._region = CallRegion()
 
     def meet_recipe_of_call(self, default: Recipe) -> tuple[Recipe, str]:
-        """The recipe of this call and the group that reduces its amaxes; a recompute has those of its forward."""
+        """The recipe of this call and the group that reduces its amaxes. A recompute takes those of its forward."""
         compiling = torch.compiler.is_dynamo_compiling()
         region = active_region() if compiling else self._region.now(mode_now())
         recipe, group = (default, "") if region is None else (region.recipe, region.group)
@@ -60,7 +60,7 @@ class MeetsRecipes(KnownRoles, nn.Module):
         if compiling:
             _ask(recipe.key)
             if not self.asks_nothing(recipe) and not self.is_shared(recipe):
-                _share(self._number, recipe.key)  # raises what the recipe raises
+                _share(self._number, recipe.key)  # errors of the recipe pass through
         elif not in_backward():  # a recompute follows its forward
             self.meet(recipe)
         return recipe, group
@@ -75,12 +75,12 @@ class MeetsRecipes(KnownRoles, nn.Module):
 
 @constant_in_traces
 def _ask(recipe: str) -> str:
-    """Ask a recipe for all modules before a trace reads what it asks of one of them: guards then hold for the others.
+    """Ask a recipe for all modules before a trace reads its answer for one of them. Then guards hold for the others.
 
     A factory that fails for one of them fails again when that one is called.
     """
     for module in list(_MODULES.values()):
-        with contextlib.suppress(Exception):  # of the user's function, which may raise anything
+        with contextlib.suppress(Exception):  # the user's function may raise anything
             if not module.asks_nothing(recipe_of(recipe)):
                 module.share(recipe_of(recipe))
     return recipe

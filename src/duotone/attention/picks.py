@@ -1,4 +1,4 @@
-"""Pick: from how many queries on attention pays for its casts."""
+"""Pick: the number of queries from which attention in codes is faster than in high precision."""
 
 from typing import NamedTuple
 
@@ -13,21 +13,21 @@ from duotone.pipeline.op import is_autocast
 from duotone.recipes.recipe import Recipe
 
 RING_TOKENS = 16384
-"""Queries of a rank from which codes of all keys were measured to be faster than torch's ring, without gradients.
+"""With so many queries of a rank, codes of all keys were faster than torch's ring, without gradients.
 
 With gradients they never were (bench/results/2026-11-23-h200x2-attention-ranks.txt).
 """
 
 
 class Pick(NamedTuple):
-    """Whether measurements decide what runs in low precision, and the least queries, as `least_tokens`."""
+    """Whether measurements decide what runs in low precision, and the least number of queries, as `least_tokens`."""
 
     is_measured: bool
     least: LeastTokens
 
     @staticmethod
     def of(problem: AttentionProblem, recipe: Recipe, ranks: str, device: str) -> "Pick":
-        """`ranks`, by name, that share a sequence agree, with a collective: their GPUs may be of two kinds."""
+        """Let the `ranks` that share a sequence agree, by a collective: their GPUs may be of two kinds."""
         min_tokens = _min_tokens(recipe)
         pick = Pick(problem.is_measured(min_tokens), problem.least_tokens(min_tokens))
         group = Ranks.named(ranks)
@@ -44,7 +44,7 @@ class Pick(NamedTuple):
     ) -> bool:
         """Whether a call runs in low precision.
 
-        Under a mask of which nothing is known, kernels may leave out no tile, and are not faster.
+        Under an unknown mask kernels cannot leave out tiles, and are not faster.
         """
         queries, keys = (x.shape[token_axis(layout)] for x in heads[:2])
         is_padded = seen is not None and seen.dtype is not torch.int32 and kind.padding

@@ -1,7 +1,7 @@
 """Ranks that share a sequence, by torch's context_parallel: products of codes see the keys of all ranks.
 
-Each rank multiplies its own queries with all keys and values, which are gathered, as codes where one scale is agreed
-on. Gradients of keys and values are summed over the ranks.
+Each rank multiplies its queries by all keys and values, which are gathered: as codes if the ranks agree on one scale.
+Gradients of keys and values are summed over the ranks.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class _Mean(torch.autograd.Function):
 
 
 class Ranks(NamedTuple):
-    """A group by name. Balanced ranks have two chunks of the sequence: one counts from its start, one from its end."""
+    """A group by name. A balanced rank has two chunks of the sequence, equally far from its start and its end."""
 
     name: str
     """Of this value, for graphs: `named` gives it back."""
@@ -59,7 +59,7 @@ class Ranks(NamedTuple):
         return each.movedim(0, axis).contiguous().view(x.dtype)
 
     def summed(self, x: Tensor, axis: int) -> Tensor:
-        """What each rank has for all tokens along `axis` -> the sum for this rank's tokens. Sums are fp32."""
+        """The values of each rank for all tokens along `axis` -> their sum for this rank's tokens. Sums are fp32."""
         each = x.float().movedim(axis, 0)
         if self.is_balanced:
             first, second = each.unflatten(0, (2 * self.size, -1)).chunk(2)
@@ -71,7 +71,7 @@ class Ranks(NamedTuple):
         return _Mean.apply(x, self)  # type: ignore[no-any-return]
 
     def gathered_plane(self, plane: Plane, direction: str, batch: int) -> Plane:
-        """The plane of all tokens from that of this rank's, in a direction of `HeadOperand`, under one scale."""
+        """The plane of all tokens under one scale, from that of this rank, in a direction of `HeadOperand`."""
         dim = int(direction == "columnwise")
         parts, shape = dict(plane.parts), list(plane.shape)
         for name in sharded_parts(plane, dim):
@@ -81,7 +81,7 @@ class Ranks(NamedTuple):
         return Plane(plane.format, parts, (shape[0], shape[1]))
 
     def places(self, tokens: int, device: torch.device) -> Tensor:
-        """Where this rank's tokens are in the sequence, int32 and ascending."""
+        """The positions of this rank's tokens in the sequence, int32 and ascending."""
         rank, index = group_rank(self.group), torch.arange(tokens, dtype=torch.int32, device=device)
         if not self.is_balanced:
             return rank * tokens + index
@@ -95,7 +95,7 @@ class Ranks(NamedTuple):
         return torch.cat((spans[..., :queries][..., place], of_keys), -1)
 
     def largest(self, numbers: Sequence[int], device: str) -> list[int]:
-        """The largest of each number over the ranks, which all have to ask. The host waits for it."""
+        """The largest of each number over the ranks. All ranks have to call it. The host waits for it."""
         return all_reduce(torch.tensor(numbers, device=device), "max", self.group).tolist()  # type: ignore[no-any-return]
 
 

@@ -50,7 +50,7 @@ class RotaryPositionEmbedding(nn.Module):
         return self.rotary_base ** (-torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryPositionEmbedding":
-        """Do as nn.Module does. The rates stay fp32 and are computed anew, because those on meta have no values."""
+        """Like nn.Module. The rates stay fp32 and are computed anew, because rates on meta have no values."""
         self.inv_freq = self._rates(fn(self.inv_freq).device)
         return self
 
@@ -60,9 +60,9 @@ def apply_rotary_pos_emb(
 ) -> Tensor:
     """Turn `t`, heads in a layout of attention, by each token's angle; computed in fp32, same shape and dtype as `t`.
 
-    `freqs` are angles (positions, width), also (positions, 1, 1, width), or their `Rotation`; row n is for token n of
-    each sequence, which packed tokens ("thd") count by `cu_seqlens`. A width below that of the heads turns their first
-    elements. UserError where rows or elements are too few.
+    `freqs` are angles (positions, width), also (positions, 1, 1, width), or their `Rotation`. Row n is for token n of
+    each sequence. `cu_seqlens` delimit the sequences of packed tokens ("thd"). A width below that of the heads turns
+    their first elements. UserError if there are too few rows or elements.
     """
     cos, sin = (freqs.cos, freqs.sin) if isinstance(freqs, Rotation) else (freqs.float().cos(), freqs.float().sin())
     width, tokens = cos.shape[-1], t.shape[token_axis(check_layout(tensor_format))]
@@ -100,7 +100,7 @@ def _turned_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _fits(t: Tensor) -> bool:
     """Whether a kernel turns heads like these; gradients of a batch (`is_grads_batched`) have no address."""
-    if not has_kernels(t) or t.stride(-1) != 1:  # first, since no trace follows what is below
+    if not has_kernels(t) or t.stride(-1) != 1:  # first: a trace cannot follow what is below
         return False
     if t.shape[-2] * t.stride(-2) >= 2**31:  # offsets of heads are int32
         return False
@@ -113,7 +113,7 @@ def _is_fixed(table: Tensor, t: Tensor) -> bool:
 
 
 class TurnContext(FunctionCtx):
-    """What `Turn` leaves to its backward."""
+    """What `Turn` saves for its backward."""
 
     saved_tensors: tuple[Tensor, Tensor]
     back: bool
