@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39725
+LIBRARY_LINES = 39748
 TOOL_LINES = 7951
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -41,12 +41,12 @@ BUDGETS = {
     "optim": (855, 3, 0),
     "package": (348, 1, 0),
     "pipeline": (1599, 15, 0),
-    "planned": (3380, 16, 0),
+    "planned": (3387, 16, 0),
     "recipes": (2016, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1435, 0, 0),
     "state": (1891, 11, 0),
-    "tensor": (2839, 16, 0),
+    "tensor": (2855, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

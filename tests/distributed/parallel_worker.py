@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -407,6 +408,49 @@ def ddp_compares_the_recipes_of_its_ranks(folder: Path) -> None:
     m = nn.parallel.DistributedDataParallel(converted("mxfp8"))
     m(piece(data()[0]).float()).sum().backward()
     assert m.module[0].weight.grad is not None
+
+
+@check
+def ddp_gives_all_ranks_the_planes_of_the_first(folder: Path) -> None:
+    """Also where each rank begins with other values: they broadcast values, and encode them alike."""
+    for name in ("mxfp8", "fp8-current", "fp8-block", "fp8-delayed", "nvfp4"):
+        m = nn.Sequential(nn.Linear(WIDE, WIDE, bias=False)).bfloat16()
+        with torch.no_grad():
+            m[0].weight.mul_(1.0 + dist.get_rank())
+        duotone.convert_parameters(duotone.convert(m, name, ()), recipes.load(name))
+        nn.parallel.DistributedDataParallel(m)
+        for direction, plane in zip(("row", "col"), m[0].weight.planes, strict=True):
+            for part, values in plane.parts.items():
+                first = values.view(torch.uint8).clone()
+                dist.broadcast(first, 0)
+                same(values.view(torch.uint8), first, f"{name}, {direction} {part}")
+
+
+@check
+def collectives_write_into_quantized_tensors(folder: Path) -> None:
+    """They are sent and received in high precision, and encoded again."""
+    mxfp8, world = recipes.load("mxfp8")(None), dist.get_world_size()
+
+    def filled(value: float) -> torch.Tensor:
+        return mxfp8.quantize(torch.full((64, 32), value, dtype=torch.bfloat16))
+
+    def expect(write: Callable[[Tensor], object], value: float) -> None:
+        for target in (filled(1.0 + dist.get_rank()), nn.Parameter(filled(1.0 + dist.get_rank()))):
+            with torch.no_grad():
+                write(target)
+            for plane in target.planes:
+                same(plane.dequantize(torch.float32), torch.full_like(plane.dequantize(torch.float32), value))
+
+    one = torch.ones(64, 32, dtype=torch.bfloat16)
+    expect(lambda x: dist.broadcast(x, 1), 2.0)
+    expect(lambda x: dist.broadcast(x.view(-1), 1), 2.0)
+    expect(lambda x: dist.all_reduce(x, dist.ReduceOp.MAX), world)
+    expect(lambda x: dist.all_gather([x, *[one.clone() for _ in range(world - 1)]], 8 * one), 8.0)
+    expect(lambda x: dist.reduce_scatter_tensor(x, one.repeat(world, 1)), world)
+    expect(lambda x: dist.scatter(x, [4 * one] * world if dist.get_rank() == 0 else None), 4.0)
+    with contextlib.suppress(UserError):
+        dist.recv(filled(1.0), 0)
+        raise AssertionError("nothing was sent")
 
 
 @check

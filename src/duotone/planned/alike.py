@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from duotone.comm import require_same
+from duotone.planned.delayed_states import FORWARD_STATE
 from duotone.planned.weights import ShardedParameters, described
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def is_planned(module: nn.Module) -> "TypeGuard[Planned]":
 class WrappedModels:
     """Compares the ranks of DistributedDataParallel when its constructor takes a model, before it communicates.
 
+    Delayed scales of quantized weights become those of the first rank, as their values do.
     A model in which nothing follows recipes costs no collective: other ranks may not know of Duotone.
     """
 
@@ -50,9 +52,14 @@ class WrappedModels:
     def __call__(self, wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
         if name != "module" or not isinstance(wrapper, nn.parallel.DistributedDataParallel) or model is None:
             return
-        is_constructed = name in wrapper._modules
-        if not is_constructed and any(map(is_planned, model.modules())):
-            require_same_recipes(model, wrapper.process_group)
+        is_constructed, planned = name in wrapper._modules, [*filter(is_planned, model.modules())]
+        if is_constructed or not planned:
+            return
+        require_same_recipes(model, wrapper.process_group)
+        # What it broadcasts next is written to quantized weights under these scales.
+        quantized = [module for module in planned if module.weight_held and any(module.weight_held.delayed)]
+        for buffer in (buffer for module in quantized for buffer in module.get_submodule(FORWARD_STATE).buffers()):
+            dist.broadcast(buffer, group=wrapper.process_group, group_src=0)
 
 
 WRAPPED = WrappedModels()

@@ -21,7 +21,7 @@ from duotone.tensor.context import LOCAL
 from duotone.tensor.fsdp import ShardHooks
 from duotone.tensor.plane import Plane, Planes, Usage
 from duotone.tensor.plane_tensor import INIT_VALUE, SIDES, plain, unshared
-from duotone.tensor.writes import Writes, run_in_place
+from duotone.tensor.writes import Writes, run_in_place, writes_arguments
 
 Shell = tuple[Format, tuple[str, ...], tuple[int, int]]
 """What is left of a plane without its buffers: its format, the names of its parts, its shape."""
@@ -143,7 +143,7 @@ class QuantizedTensor(ShardHooks, Writes):  # pyright: ignore[reportIncompatible
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> object:
     if func in OPS:
         return OPS[func](*args, **kwargs)
-    if func._schema.is_mutable:
+    if writes_arguments(func):
         return run_in_place(func, args, kwargs)
     plain_args, plain_kwargs = tree_map(unshared if func.is_view else plain, (args, kwargs))
     return func(*plain_args, **plain_kwargs)

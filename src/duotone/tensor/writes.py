@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from duotone.comm import ShardContext
 from duotone.dispatch.stages import amax_of, amaxes_of
@@ -251,8 +251,18 @@ class _KeptScale(Slot):
         return torch.where(clips, divide(self.largest, amax), self.scale)
 
 
+COLLECTIVES = "c10d"
+
+
+def writes_arguments(func: OpOverload) -> bool:
+    """Whether an operation writes into arguments. Schemas of torch's collectives do not say it, their names do."""
+    return func._schema.is_mutable or (func.namespace == COLLECTIVES and func._schema.name.endswith("_"))
+
+
 def written_arguments(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
-    """The arguments that the schema marks as written, lists flattened."""
+    """The arguments that the schema marks as written, lists flattened. A collective writes into the first one."""
+    if func.namespace == COLLECTIVES:
+        return tree_leaves(args[0])
     written: list[object] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -300,7 +310,9 @@ def run_in_place(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, 
     for target in targets:
         if isinstance(target, Writes):
             target.require_writable()
-    widens = torch.Tag.nondeterministic_seeded not in func.tags
+            if func._schema.name.startswith("c10d::recv"):  # its work cannot be waited for twice
+                raise UserError("recv cannot write into a quantized tensor: receive a plain one, then copy_ it")
+    widens = torch.Tag.nondeterministic_seeded not in func.tags and func.namespace != COLLECTIVES
     result = None
     for part in _in_parts(func, args, kwargs):
         result = _run_part(func, part, kwargs, widens and all(map(_is_encoded, written_arguments(func, part, kwargs))))
@@ -352,6 +364,10 @@ def _run_part(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, obj
 
     plain_args, plain_kwargs = tree_map(operand, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
+    if func.namespace == COLLECTIVES:
+        for work in tree_leaves(result):
+            if not isinstance(work, Tensor):
+                work.wait()
     values = written_arguments(func, plain_args, plain_kwargs)
     writes = [(target, value) for target, value in zip(targets, values, strict=True) if isinstance(target, Writes)]
     write_all([(target, value) for target, value in writes if isinstance(value, Tensor)])
