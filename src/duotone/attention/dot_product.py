@@ -186,7 +186,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         window_size: Window | None,
         ranks: Ranks | None,
     ) -> Tensor | None:
-        """Which keys a query sees, as `Masking.mask`. UserError where masks do not fit."""
+        """Which keys a query sees, as `Masking.mask`. UserError if masks do not fit."""
         kind = mask_type(attn_mask_type or self.attn_mask_type)
         window = window_of(kind, window_size or self.window_size)
         query, key = heads
@@ -275,7 +275,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
     def requested(self, recipe: Recipe) -> list[str]:
         """The tensor types of attention's products that the recipe wants in low precision.
 
-        RecipeError where the recipe is strict, and no attention kernel takes their formats, the heads or the dropout.
+        RecipeError if the recipe is strict, and no attention kernel takes their formats, the heads or the dropout.
         """
         kinds: list[str] | None = getattr(self._requests, recipe.key, None)
         if kinds is None:

@@ -60,7 +60,7 @@ class Heads:
     interleaved: bool
 
     def over(self, ranks: int) -> "Heads":
-        """What each rank has of them. UserError where heads, groups and ranks do not divide."""
+        """What each rank has of them. UserError if heads, groups and ranks do not divide."""
         if self.count % self.groups or self.groups % ranks:
             odd = f"{self.count} heads, {self.groups} groups and {ranks} ranks"
             raise UserError(f"{odd} do not divide: ranks must divide num_gqa_groups, and groups num_attention_heads")

@@ -137,7 +137,7 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
 
         Masks, angles and `cu_seqlens` are those of `MultiheadAttention`; `cu_seqlens_kv` are of the encoder's output. A
         `kv_cache` is for self attention.
-        UserError where they, shapes or dtypes do not fit, and for an encoder's output without a decoder.
+        UserError if they, shapes or dtypes do not fit, and for an encoder's output without a decoder.
         """
         if (encoder_output is None) != (self.inter_attention is None):
             raise UserError("encoder_output is for layer_type 'decoder', which needs it; 'encoder' takes none")

@@ -163,7 +163,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         `encoder_output` is for cross attention, in the same layout. `rotary_pos_emb` are angles (positions, width) or
         their `Rotation`, or a pair for queries and keys; behind a `kv_cache` they are those of the new tokens. Masks,
         `cu_seqlens` and `kv_cache` are those of `DotProductAttention`.
-        UserError where they, shapes or dtypes do not fit.
+        UserError if they, shapes or dtypes do not fit.
         """
         if (encoder_output is None) != (self.attention_type == "self"):
             raise UserError("encoder_output is for attention_type 'cross', which needs it; 'self' takes none")

@@ -26,7 +26,7 @@ def config_from(typed: Mapping[str, Typed], stored: Mapping[str, Any] | None = N
     )
     device, model = chosen.get("device", "cpu"), chosen.get("model", models.DEFAULT)
     require_device(device)
-    models.describe(model, preset)  # a UserError where there is no such model
+    models.describe(model, preset)  # a UserError if there is no such model
     return TrainConfig(
         preset=preset,
         steps=chosen.get("steps", preset.steps),

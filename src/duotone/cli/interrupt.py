@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP ask a run to stop after what it is at; Ctrl-C after that stops at once."""
+"""Ctrl-C, SIGTERM and SIGHUP ask a run to stop after the current unit of work. A second Ctrl-C stops at once."""
 
 import contextlib
 import os
@@ -53,7 +53,7 @@ class Interrupt:
             os.write(STDERR, f"stopping after this {self.unit}; Ctrl-C again stops at once\n".encode())
 
     def _leave_terminal(self) -> None:
-        """Lose what is written to a terminal that hung up: an error would end the run before it is saved."""
+        """Drop output to a terminal that hung up: an error would end the run before it is saved."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in self._terminals:
             os.dup2(nowhere, stream)

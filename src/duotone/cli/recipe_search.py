@@ -1,4 +1,4 @@
-"""The search behind `duotone search`: planned anew or continued, run, and what it came to. Cheap checks come first."""
+"""The search behind `duotone search`: new or continued, its stages, and its result. Cheap checks come first."""
 
 import re
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def goal(budget: object, max_gap: object) -> Goal:
 
 
 def fresh(folder: Path, typed: Options) -> tuple[Search, Corpus]:
-    """A new search; UserError where `folder` holds one, unless forced, or where the goal cannot be met."""
+    """A new search; UserError if `folder` holds one, unless forced, or if the goal cannot be met."""
     aim = goal(typed["budget"], typed["max_gap"])
     require_solver()
     files.require_writable(folder)
@@ -58,7 +58,7 @@ def fresh(folder: Path, typed: Options) -> tuple[Search, Corpus]:
 
 
 def continued(folder: Path, typed: Options) -> tuple[Search, Corpus]:
-    """The search in `folder` with its settings; UserError where others were typed, or data or model have changed."""
+    """The search in `folder` with its settings; UserError if others were typed, or data or model have changed."""
     if any(value not in (None, (), False) for value in typed.values()):
         raise UserError(f"--resume takes the settings of the search in {folder}: leave all but --out")
     require_solver()
@@ -76,7 +76,7 @@ def continued(folder: Path, typed: Options) -> tuple[Search, Corpus]:
 def run(
     chosen: Search, corpus: Corpus, folder: Path, command: str, progress: Progress, should_stop: Stop
 ) -> Finding | None:
-    """All stages, from where the search in `folder` is; None where it was stopped before there was a recipe."""
+    """All stages, from where the search in `folder` is; None if it was stopped before there was a recipe."""
 
     def save(finding: Finding | None = None) -> None:
         evidence.write(folder, chosen, corpus, finding, command=command)

@@ -1,4 +1,4 @@
-"""How a run shows that it lives: a moving display on a terminal, a line every two seconds elsewhere; on stderr."""
+"""The progress of a run on stderr: a moving display on a terminal, elsewhere a line every two seconds."""
 
 import sys
 import threading
@@ -62,7 +62,7 @@ class Meter:
 
 
 class Overall:
-    """How far all runs are: which of them this is, and the time that is left at the mean pace so far."""
+    """The progress of all runs: the number of this run, and the remaining time at the mean pace so far."""
 
     def __init__(self, runs: int = 1, steps: int = 0) -> None:
         self.runs, self.steps, self.run, self.completed = runs, runs * steps, 0, 0

@@ -69,7 +69,7 @@ def new_comparison(
 def continued_comparison(folder: Path, typed: Sequence[object], *, seeds: int) -> Runs:
     """The comparison in `folder` with its settings, and with more seeds where asked for.
 
-    UserError where other options were `typed`, or where the data or the model has changed.
+    UserError if other options were `typed`, or if the data or the model has changed.
     """
     if any(typed):
         raise UserError(f"--resume takes the settings of the comparison in {folder}: leave all but --out and --seeds")
@@ -93,7 +93,7 @@ def training(
 ) -> Iterator[tuple[Trainer, Run]]:
     """A trainer and its run so far, with `folder` locked.
 
-    UserError where a fresh run finds checkpoints in the folder, or one to resume finds none that fits.
+    UserError if a fresh run finds checkpoints in the folder, or one to resume finds none that fits.
     """
     checkpoints = folder / CHECKPOINTS
     if not resume:

@@ -1,4 +1,4 @@
-"""What a comparison or a run came to: the table at the end, and the files it leaves."""
+"""The result of a comparison or a run: the table at the end, and the files that it writes."""
 
 import csv
 import io
@@ -68,7 +68,7 @@ def require_none(folder: Path, force: bool) -> None:
 def write_result(result: Document, folder: Path, *, quiet: bool = False) -> None:
     """Write `result.json`, `planes.csv` and `report.html` into `folder` and say so, on stderr if `quiet`.
 
-    UserError where the disk refuses it.
+    UserError if the disk refuses it.
     """
     from duotone.report import write_report
 
@@ -88,7 +88,7 @@ def planes_csv(result: Document) -> str:
 
 
 def write_numbers(result: Document, folder: Path) -> None:
-    """Write `result.json` and `planes.csv` into `folder`; UserError where the disk refuses it."""
+    """Write `result.json` and `planes.csv` into `folder`; UserError if the disk refuses it."""
     path = folder / RESULT
     try:
         files.publish_file(path, files.json_text(result, indent=1).encode())

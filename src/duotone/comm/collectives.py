@@ -16,7 +16,7 @@ from duotone.numbered import constant_in_traces
 
 @constant_in_traces
 def group_size(group: str) -> int:
-    """Ranks of the group. Raises UserError where this process has no group of that name."""
+    """Ranks of the group. Raises UserError if this process has no group of that name."""
     return _resolve(group).size()
 
 
@@ -49,7 +49,7 @@ def all_gather(x: Tensor, group: str) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: str) -> Tensor:
-    """This rank's piece along dimension 0 of the sum over the ranks. Raises UserError where the pieces are uneven."""
+    """This rank's piece along dimension 0 of the sum over the ranks. Raises UserError if the pieces are uneven."""
     size = group_size(group)
     if x.shape[0] % size:
         raise UserError(f"{x.shape[0]} rows do not divide over the {size} ranks of group {group!r}; pad the batch")

@@ -121,7 +121,7 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def _validated(model: nn.Module, recipe: RecipeLike, rules: Sequence[Rule], schedule: Schedule | None) -> Recipe:
-    """The recipe. UserError where an argument is of another kind, or does not fit the others."""
+    """The recipe. UserError if an argument is of another kind, or does not fit the others."""
     require_model("convert", model)
     if isinstance(recipe, Schedule):
         raise UserError(

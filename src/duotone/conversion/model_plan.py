@@ -100,7 +100,7 @@ class Plan(Sequence[PlanRow]):
         """The rows that meet every condition; None asks nothing.
 
         `module` is a pattern for the whole name ("layers.0.*"), `gemm` a name ("fprop"), `runs` is "native",
-        "emulated" or "high precision", `reason` a part of the reason. UserError where `runs` is unknown.
+        "emulated" or "high precision", `reason` a part of the reason. UserError if `runs` is unknown.
         """
         if runs is not None and runs not in RUNS:
             raise UserError(f"runs {runs!r} is unknown; allowed are {', '.join(map(repr, RUNS))}")
@@ -129,7 +129,7 @@ class Plan(Sequence[PlanRow]):
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """The plan that `to_json` wrote. UserError where the text is of another kind."""
+        """The plan that `to_json` wrote. UserError if the text is of another kind."""
         try:
             table = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -145,7 +145,7 @@ class Plan(Sequence[PlanRow]):
 
 @dataclass(frozen=True, repr=False)
 class PlanDiff:
-    """Pairs of rows (before, after) that differ; None where one plan has no such row. `str(diff)` is a table."""
+    """Pairs of rows (before, after) that differ; None if one plan has no such row. `str(diff)` is a table."""
 
     pairs: tuple[tuple[PlanRow | None, PlanRow | None], ...]
 

@@ -40,7 +40,7 @@ _FAILURES: list[str] = []
 
 
 def compiler_reason() -> str:
-    """Why casts cannot be compiled here, or "" where they can."""
+    """Why casts cannot be compiled here, or "" if they can."""
     return _FAILURES[0] if _FAILURES else probe()
 
 

@@ -244,7 +244,7 @@ def _promote(total: Tensor, product: Tensor, scales: list[Tensor | None]) -> Ten
 
 
 def _block_scales(plane: Operand, split: Factors, j: int, shape: tuple[int, int]) -> Tensor | None:
-    """The scales of block column j, one for each row of the operand; None where it has no block scales."""
+    """The scales of block column j, one for each row of the operand; None if it has no block scales."""
     if plane.format.epilogue is not Epilogue.BLOCK or split.epilogue_scale is None:
         return None
     scales = split.epilogue_scale[:, j : j + 1].repeat_interleave(plane.format.block.rows, 0)

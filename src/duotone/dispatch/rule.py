@@ -29,7 +29,7 @@ class GemmProblem:
 
     @property
     def elements(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """torch's dtypes of the codes, None where torch has none."""
+        """torch's dtypes of the codes, None if torch has none."""
         return self.a.code_dtype, self.b.code_dtype
 
     @property

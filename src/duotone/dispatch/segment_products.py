@@ -168,7 +168,7 @@ def columns_into(
 ) -> list[Tensor | None]:
     """The columnwise products of all segments by one kernel. Each is written to its place, or added to it.
 
-    None where a product was written to its place, or has none. Else the product (M, N): the kernel could not write
+    None if a product was written to its place, or has none. Else the product (M, N): the kernel could not write
     there, or two segments share the place.
     """
     dtypes = [place[0].dtype for place in places if place is not None]
@@ -203,7 +203,7 @@ def _takes(like: Tensor, out: Tensor, dtype: torch.dtype) -> bool:
 
 
 def stacked(biases: Sequence[Tensor | None], length: int) -> Tensor | None:
-    """(E, N) of all biases (N,), zeros where one is None; None where all are."""
+    """(E, N) of all biases (N,), zeros where one is None; None if all are."""
     like = next((bias for bias in biases if bias is not None), None)
     if like is None:
         return None

@@ -55,7 +55,7 @@ class Table(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """uint8 codes (M, K) and their scales, columnwise codes and theirs; None where a plane is absent.
+    """uint8 codes (M, K) and their scales, columnwise codes and theirs; None if a plane is absent.
 
     One scale of each segment is fp32 (E, 1), `APART` floats apart; others lie next to each other.
     """

@@ -60,8 +60,8 @@ def unique_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 def save(folder: Path, checkpoint: Checkpoint, *, keep: int = MOST) -> Path:
     """Publish `checkpoint` below `folder`, then remove all but the newest `keep`; gives the new folder.
 
-    UserError where the disk refuses it; the earlier checkpoints stay as they were. What a killed save left behind is in
-    nobody's way.
+    UserError if the disk refuses it; the earlier checkpoints stay as they were. What a killed save left behind does
+    not disturb.
     """
     target = folder / f"step-{checkpoint.step:08d}"
     meta = {"layout": LAYOUT, "step": checkpoint.step, "aliases": checkpoint.aliases, **checkpoint.meta}
@@ -90,7 +90,7 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int = MOST) -> Path:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read and verify the checkpoint in the folder `path`; UserError where it is incomplete or damaged."""
+    """Read and verify the checkpoint in the folder `path`; UserError if it is incomplete or damaged."""
     digests, *contents = (_read(path, name) for name in (DIGESTS, MODEL, TRAINING, META))
     lines = digests.decode(errors="replace").splitlines()
     for name, content in zip((MODEL, TRAINING, META), contents, strict=True):
@@ -156,7 +156,7 @@ def steps(folder: Path) -> list[Path]:
 
 
 def latest(folder: Path) -> Path:
-    """The newest checkpoint below `folder`; UserError when there is none."""
+    """The newest checkpoint below `folder`; UserError if there is none."""
     if paths := steps(folder):
         return paths[-1]
     raise UserError(f"no checkpoint to resume from in {folder}: train without --resume, or give the --out of that run")

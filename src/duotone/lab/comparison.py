@@ -51,10 +51,12 @@ def compare(  # noqa: PLR0913 (what is compared, and what a tool may put in its 
 ) -> Document:
     """Train the unfinished runs among `runs`, which come from `plan_runs`. Returns the document of all runs.
 
-    `publish` gets the partial document before the first run and after each, so that a later one that breaks loses none
-    before it; its UserError is a note. A recipe that fails while it runs, or runs out of memory, has that as its error;
-    the others go on. `make` is what trains. With `saving` a run goes on from its newest checkpoint there; one that is
-    damaged is a UserError. Checkpoints of a run go once its end is published.
+    - `publish` gets the partial document before the first run and after each, so that a later failure loses no earlier
+      run. Its UserError becomes a note.
+    - A recipe that fails while it runs, or runs out of memory, gets that as its error. The others go on.
+    - `make` builds the trainer of a run.
+    - With `saving` a run continues from its newest checkpoint there; a damaged one is a UserError. The checkpoints of a
+      run are removed when its end is published.
     """
     progress = progress or Progress()
     unfinished = [run for run in runs if not run.is_over(config.steps)]
@@ -93,7 +95,7 @@ def compare(  # noqa: PLR0913 (what is compared, and what a tool may put in its 
 
 @contextmanager
 def _errors_of(run: Run) -> Iterator[None]:
-    """What ends this run alone."""
+    """The errors that end only this run."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError) as error:
@@ -101,12 +103,12 @@ def _errors_of(run: Run) -> Iterator[None]:
 
 
 def saving(folder: Path, every: int) -> Saving:
-    """Where runs of the comparison in `folder` save checkpoints while they are not over."""
+    """The folder for checkpoints of unfinished runs of the comparison in `folder`."""
     return Saving(folder / UNFINISHED, every, keeps_last=False)
 
 
 def _folder(run: Run) -> str:
-    """Names of recipes may be too long for a file system, or hold what it does not take."""
+    """A file name for a run: names of recipes may be too long, or contain characters that a file system refuses."""
     return f"{hashlib.sha256(run.name.encode()).hexdigest()[:16]}-{run.seed}"
 
 
@@ -122,7 +124,7 @@ def forget(folder: Path, run: Run | None = None) -> None:
 def plan_runs(config: TrainConfig, recipes: Sequence[Recipe], seeds: int = 1) -> list[Run]:
     """The runs of a comparison, the bf16 reference first, whether asked for or not, and one seed after the other.
 
-    With a single seed a noise run follows the reference: bf16 from perturbed weights. UserError where a recipe cannot
+    With a single seed a noise run follows the reference: bf16 from perturbed weights. UserError if a recipe cannot
     be used for this model and device, or two have the same name.
     """
     names = [recipe.name for recipe in recipes]

@@ -33,7 +33,7 @@ class TrainConfig:
         return self.preset.learning_rate * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * along)))
 
     def length_note(self, steps: int, completed: int) -> str:
-        """What it means that the `completed` steps were those of a run of `steps`; "" where it means nothing."""
+        """What changes because the `completed` steps belonged to a run of `steps` steps; "" if nothing does."""
         before = replace(self, steps=steps)
         if all(before.learning_rate(step) == self.learning_rate(step) for step in range(completed)):
             return ""

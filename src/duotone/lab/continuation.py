@@ -1,7 +1,7 @@
 """Comparisons read back from `result.json`: to go on, or two of them on one page.
 
-To go on, whole runs are taken over, and all others start again. On one page the runs of both are judged against one
-reference at the last step that all have.
+A continued comparison keeps complete runs and starts all others again. On one page the runs of both are judged against
+one reference, at the last step that all have.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from duotone.lab.schema import Document, RunEntry, Settings, fits, observations
 from duotone.recipes import HighPrecision, Recipe, any_from_dict
 
 SAME = ("model", "parameters", "data", "context")
-"""What two results must share: losses of other models or texts say nothing about each other."""
+"""Settings that two results must share: losses of different models or texts cannot be compared."""
 
 SHOWN = ("preset", "steps", "tokens_per_step", "learning_rate", "seed", "seeds")
 OF_PRESET = ("warmup", "heldout_batches")
@@ -34,7 +34,7 @@ def load(path: Path) -> Document:
 
 
 def recipes_of(result: Document, path: Path) -> list[Recipe]:
-    """The recipes of a comparison; UserError where `result` is of something else, or of a version without seeds."""
+    """The recipes of a comparison; UserError if `result` is of something else, or of a version without seeds."""
     runs = result["runs"]
     wrong = meta.unlike(meta.LIKE_CONFIG, result["settings"].get("config"), "config")
     if not any(run["is_reference"] for run in runs):
@@ -82,7 +82,7 @@ def runs_of(result: Document) -> list[Run]:
 def merged(first: Document, second: Document, label: str, *, command: str) -> Document:
     """The runs of `first`, then those of `second` with `label` behind their names.
 
-    The reference is that of `first`, or its first run if it has none. UserError where the two cannot be compared.
+    The reference is that of `first`, or its first run if it has none. UserError if the two cannot be compared.
     """
     left, right = first["settings"], second["settings"]
     others = _shown(right)

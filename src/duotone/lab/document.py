@@ -119,7 +119,7 @@ def curves_of(runs: Sequence[Run]) -> Curves:
 
 
 def _commit() -> str | None:
-    """The commit of the clone that Duotone runs from, None where it is installed."""
+    """The commit of the clone that Duotone runs from, None if it is installed."""
     clone = Path(duotone.__file__).parents[2]
     if not (clone / ".git").exists() or not (git := shutil.which("git")):
         return None

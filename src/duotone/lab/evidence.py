@@ -30,7 +30,7 @@ SETTINGS = {
 
 
 def write(folder: Path, search: Search, corpus: Corpus, finding: Finding | None = None, *, command: str = "") -> None:
-    """Write the evidence so far, and the recipe if there is one. UserError where the disk refuses it."""
+    """Write the evidence so far, and the recipe if there is one. UserError if the disk refuses it."""
     table = search.table
     evidence: dict[str, object] = {
         "duotone": duotone.__version__,
@@ -70,7 +70,7 @@ def remove(folder: Path) -> None:
 
 
 def settings(search: Search, corpus: Corpus) -> dict[str, object]:
-    """All that decides the result."""
+    """Everything that decides the result."""
     return {
         "config": search.config.to_dict(),
         "goal": asdict(search.goal),

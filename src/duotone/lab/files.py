@@ -1,4 +1,4 @@
-"""Writing so that a crash leaves either the old file or folder or the new one, never half of one."""
+"""Writing such that a crash leaves the old file or folder, or the new one, but never half of it."""
 
 import json
 import math
@@ -17,11 +17,11 @@ ASIDE = ".old"
 LOCK = ".lock"
 LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+(\.old)?", re.DOTALL)
 NAME_BYTES = 60
-"""Bytes of a name that its temporary neighbour repeats: file systems take 255 bytes, a character up to four of them."""
+"""How many bytes of a name a temporary name repeats. File systems take 255 bytes; a character has up to four."""
 
 
 def json_text(value: object, indent: int | None = None) -> str:
-    """JSON with null for numbers that it does not have: one of them is no reason to lose all others."""
+    """JSON with null for infinities and NaN, which it lacks: one of them is no reason to lose all other numbers."""
     return json.dumps(_with_finite_numbers(value), indent=indent, allow_nan=False)
 
 
@@ -124,7 +124,7 @@ def _beside(path: Path) -> Path:
 
 
 def locked(folder: Path) -> AbstractContextManager[None]:
-    """Use `folder` alone: UserError where another process does. The lock ends with this process, however it ends."""
+    """Use `folder` alone: UserError if another process does. The lock ends with this process, however it ends."""
     return file_lock.locked(folder / LOCK, folder, "choose another --out")
 
 
@@ -146,7 +146,7 @@ def require_writable(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> Path:
-    """Create `folder` where it is absent; UserError where that is impossible."""
+    """Create `folder` where it is absent; UserError if that is impossible."""
     require_writable(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

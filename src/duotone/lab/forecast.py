@@ -35,7 +35,7 @@ class Parallel:
 
     @staticmethod
     def parse(text: str) -> "Parallel":
-        """From "fsdp=2,tp=2"; UserError where it is something else."""
+        """From "fsdp=2,tp=2"; UserError if it is something else."""
         parts = [re.fullmatch(r"(fsdp|tp|ep)=([1-9][0-9]{0,5})", part.strip()) for part in text.split(",")]
         names = [part[1] for part in parts if part is not None]
         if len(names) != len(parts) or len(set(names)) != len(names):
@@ -158,7 +158,7 @@ def _planes(quantizer: Quantizer, p: nn.Parameter, ranks: int) -> tuple[float, f
 
 
 def plain_gathers(parallel: Parallel, quantizers: Sequence[Quantizer]) -> str:
-    """Why FSDP2 gathers a weight in high precision that follows `quantizers` in turn; "" where it gathers planes."""
+    """Why FSDP2 gathers a weight in high precision that follows `quantizers` in turn; "" if it gathers planes."""
     if parallel.tp > 1:
         return "tensor parallelism cuts them"
     if len(set(quantizers)) > 1:

@@ -1,6 +1,6 @@
-"""What may be chosen for each GEMM of a model, with its share of time and memory as a table of a GPU predicts them.
+"""The options for each GEMM of a model, each with its share of time and memory, as a table of a GPU predicts them.
 
-A GEMM takes a third of the time of its linear, which that table has for all three under one recipe. Memory is what
+The table has the time of all three GEMMs of a linear under one recipe; a GEMM counts as a third of it. Memory is what
 linears keep between forward and backward: the input for wgrad, and the columnwise plane of a quantized weight.
 """
 
@@ -28,7 +28,7 @@ Size = tuple[int, int]
 class Option:
     """The formats that a recipe gives a GEMM. `time` and `memory` are shares of those of all linears in bf16.
 
-    `time` is None where the table has no speed.
+    `time` is None if the table has no speed.
     """
 
     recipe: str
@@ -66,7 +66,7 @@ def options_of(config: TrainConfig, recipes: Sequence[Recipe], table: SpeedTable
 
 
 def _saved_bytes(names: Formats, kind: str, shape: Shape) -> int:
-    """Bytes of the operand of a GEMM in bf16 that backward finds where forward left it; 0 for a weight as it is."""
+    """Bytes of the operand in bf16 that a GEMM keeps from forward to backward; 0 for a weight in high precision."""
     tokens, inputs, outputs = shape
     if kind == "fprop" or (kind == "dgrad" and names == EXACT):
         return 0

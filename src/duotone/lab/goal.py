@@ -1,4 +1,4 @@
-"""What a search is to reach, and what its options come to: gap, speed and memory, predicted."""
+"""The goal of a search, and predictions for its options: gap, speed and memory."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,13 @@ Costs = Mapping[tuple[str, str, str], float]
 """The predicted gap in percent that a module, GEMM and recipe add."""
 
 Priced = tuple[float, float]
-"""What an option adds to the objective, and to the limited sum."""
+"""How much an option adds to the objective, and to the limited sum."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a choice for every GEMM comes to: the gap to bf16 in percent; over bf16, the speed of the linears (None if
-    unknown) and what they keep for backward."""
+    """The prediction for a choice of all GEMMs: the gap to bf16 in percent, and over bf16 the speed of the linears
+    (None if unknown) and the bytes that they keep for backward."""
 
     gap_percent: float
     speed: float | None
@@ -26,7 +26,7 @@ class Prediction:
 
 
 def predict(chosen: Mapping[Gemm, Option], costs: Costs) -> Prediction:
-    """What the chosen options add up to. The speed is None if that of one is unknown."""
+    """The sum of the chosen options. The speed is None if that of one option is unknown."""
     times = [option.time for option in chosen.values() if option.time is not None]
     return Prediction(
         sum(costs[*gemm, option.recipe] for gemm, option in chosen.items()),
@@ -46,7 +46,7 @@ class Goal:
         return f"{self.kind}={self.value:g}"
 
     def usable(self, options: Options, where: str, measured: str = "") -> Options:
-        """The options that the goal can tell apart. UserError if none of their choices meets it, with what can be met.
+        """The options that matter for the goal. UserError, with the best possible value, if no choice meets the goal.
 
         `where` names the GPU and the shapes, `measured` the shapes whose speed is known.
         """
@@ -110,7 +110,7 @@ def choose_cheapest(groups: Sequence[Sequence[Priced]], limit: float) -> list[in
     counts = [len(group) for group in groups]
     owner = np.repeat(np.arange(len(groups)), counts)
     one_each = sparse.csr_array((np.ones(len(owner)), (owner, np.arange(len(owner)))))
-    scale = limit or used.max() or 1.0  # the solver's tolerances are absolute, so both sums get the size of one
+    scale = limit or used.max() or 1.0  # the solver's tolerances are absolute, so both sums are scaled to about one
     constraints = [LinearConstraint(one_each, 1, 1), LinearConstraint(used[None] / scale, -np.inf, limit / scale)]
     result = milp(objective / (objective.max() or 1.0), constraints=constraints, integrality=1, bounds=(0, 1))
     if result.x is None:

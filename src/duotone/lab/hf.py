@@ -20,10 +20,10 @@ from duotone.lab.presets import Preset
 
 CONFIG, WEIGHTS = "config.json", ("*.safetensors", "pytorch_model*.bin")
 EXPERTS, CHOSEN = 8, 2
-"""The experts of a mixture, and how many a token goes to, where a class lets us choose."""
+"""The number of experts of a mixture, and of those that a token goes to, for classes that let us choose."""
 
 RANDOM = ("drop", "jitter")
-"""Numbers of a config whose names hold these are zero here: a held-out loss must not move the random state."""
+"""Numbers of a config whose names contain these become zero: a held-out loss must not change the random state."""
 
 
 class NextByte:
@@ -36,9 +36,9 @@ class NextByte:
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A folder with a config.json, or a class of transformers in the sizes of a preset. UserError where it is neither.
+    """A folder with a config.json, or a class of transformers in the sizes of a preset. UserError if it is neither.
 
-    Weights are those of the folder where it has any, in fp32; else they are random. Modules keep their names.
+    Weights are those of the folder, in fp32. If it has none, they are random. Modules keep their names.
     """
 
     source: str
@@ -75,7 +75,7 @@ class HuggingFace:
         return any(path for pattern in WEIGHTS for path in Path(self.source).glob(pattern))
 
     def config(self, preset: Preset) -> Any:
-        """The config, without dropout; UserError where it cannot take the bytes and the context of the preset."""
+        """The config, without dropout; UserError if it cannot take the bytes and the context of the preset."""
         transformers = self._transformers()
         with self._usable():
             if Path(self.source, CONFIG).is_file():
@@ -115,7 +115,7 @@ class HuggingFace:
         return getattr(transformers, self.source)
 
     def _transformers(self) -> ModuleType:
-        """The package, which then reports errors alone; UserError where it is not installed."""
+        """The package, set to report only errors. UserError if it is not installed."""
         try:
             import transformers
         except ImportError as error:

@@ -32,7 +32,7 @@ PART = 128
 
 
 class Operand(NamedTuple):
-    """A matrix, and what its codes stand for."""
+    """A matrix, and the values of its codes."""
 
     exact: Tensor
     decoded: Tensor
@@ -107,7 +107,7 @@ class Journal(Tap):
             self._operands.setdefault((role.name, side), []).append(pair)
 
     def state(self) -> dict[str, Tensor]:
-        """All but the operands of the last step, as tensors by JSON of their order, table and key."""
+        """Everything except the operands of the last step: tensors by the JSON of their order, table and key."""
         rows: list[tuple[tuple[object, ...], Tensor]] = [
             *((("spreads", *side), x) for side, x in self._spreads.items()),
             *((("scales", *side), x) for side, x in self._scales.items()),
@@ -124,7 +124,7 @@ class Journal(Tap):
         return {json.dumps([at, *key]): tensor for at, (key, tensor) in enumerate(rows)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave, on the device of later steps. An error of some kind where nothing gives it."""
+        """Restore the tensors of `state`, on the device of later steps. Raises some error for any other tensors."""
         for name in sorted(state, key=lambda name: json.loads(name)[0]):
             (_, table, *key), x = json.loads(name), state[name]
             match table, key:
@@ -162,7 +162,7 @@ class Journal(Tap):
         return [_operand(*key, channels) for key, channels in self._channels.items()]
 
     def drift(self) -> list[DriftEntry]:
-        """Signal-to-noise in dB of all modules together, for each sampled step, role and plane; None where exact."""
+        """Signal-to-noise in dB of all modules together, for each sampled step, role and plane; None if exact."""
         entries: list[DriftEntry] = []
         for (step, (role, plane)), sums in self._steps.items():
             *totals, clipped = sums.tolist()
@@ -235,7 +235,7 @@ def _part(x: Tensor, side: Side) -> Tensor:
 
 
 def count_magnitudes(x: Tensor) -> Tensor:
-    """How many finite nonzero elements of `x` lie in [2^n, 2^(n+1)), int64 for n from LOWEST to HIGHEST."""
+    """The number of finite nonzero elements of `x` in [2^n, 2^(n+1)), int64, for n from LOWEST to HIGHEST."""
     values = x.detach().float()
     exponents = torch.frexp(values)[1] - 1
     usable = torch.isfinite(values) & (values != 0)

@@ -110,9 +110,9 @@ class Run:
         return {TIMES: times, **memory, **self.journal.state()} if self.is_observed else {}
 
     def resume(self, trainer: Trainer, path: Path) -> None:
-        """Let `trainer` take over the checkpoint `path`, and go on with what its run came to.
+        """Restore `trainer` from the checkpoint `path`, and continue with the history of its run.
 
-        UserError where it is damaged or of another run.
+        UserError if it is damaged or of another run.
         """
         history, observed = trainer.resume(path)
         self.train_loss, self.heldout_loss = history["train_loss"], history["heldout_loss"]

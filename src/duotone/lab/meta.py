@@ -38,7 +38,7 @@ def require_run(saved: Checkpoint, path: Path) -> None:
 
 
 def unlike(like: object, value: object, name: str) -> str:
-    """Where `value` has another type, or a table of the config other keys, than `like`; "" where nowhere."""
+    """Where `value` has another type, or a table of the config other keys, than `like`; "" if nowhere."""
     if type(value) is not type(like):
         return f"{name} is a {type(value).__name__}, not a {type(like).__name__}"
     if not isinstance(like, dict) or not isinstance(value, dict) or not like:

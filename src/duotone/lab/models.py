@@ -45,7 +45,7 @@ MODELS = {"gpt": Lab(model.GPT), "moe": Lab(model.MoEGPT, EXPERTS)}
 
 
 def get(name: str) -> Lab | HuggingFace:
-    """The builder of the model called `name`, or hf:PATH_OR_CLASS; UserError when there is none."""
+    """The builder of the model called `name`, or hf:PATH_OR_CLASS; UserError if there is none."""
     if name.startswith(HF):
         return HuggingFace(name.removeprefix(HF))
     if name not in MODELS:

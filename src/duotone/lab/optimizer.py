@@ -69,7 +69,7 @@ class MasterAdamW:
         }
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `state` gave for the same model after a step; UserError where one lacks or does not fit."""
+        """Take over what `state` gave for the same model after a step; UserError if one lacks or does not fit."""
         names = [name for group in self.adamw.param_groups for name in group["param_names"]]
         states = {
             index: {entry: tensors[f"{key}/{name}"] for key, entry in STATE.items() if f"{key}/{name}" in tensors}

@@ -78,7 +78,7 @@ def restarts() -> int:
 
 
 def agreed(flag: bool) -> bool:
-    """Whether any rank says so: all stop after the same step. A rank that handles an error asks nobody."""
+    """Whether any rank asks to stop: all stop after the same step. A rank that handles an error asks nobody."""
     if sys.exc_info()[0] is not None:
         return flag
     answer = torch.tensor([int(flag)])
@@ -118,7 +118,7 @@ class ShardedAdamW:
         self.adamw.zero_grad()
 
     def state(self) -> dict[str, Tensor]:
-        """What a rank holds, by parameter and name."""
+        """The state of this rank, by parameter and name."""
         return {
             f"{key}/{name}": shard_of(value)
             for name, parameter in self.parameters.items()
@@ -228,7 +228,7 @@ class ParallelTrainer(Trainer):
         return distributed.latest(folder)
 
     def resume(self, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Load a checkpoint; gives the history of its run. UserError where it is of another run."""
+        """Load a checkpoint; gives the history of its run. UserError if it is of another run."""
         extra = distributed.load(path, self.model, self.optimizer.adamw)
         meta = json.loads(bytes(extra["meta"].tolist()))
         current = json.loads(json.dumps(self.meta()))

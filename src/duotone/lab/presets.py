@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from duotone.errors import UserError
 
 DEFAULT_RECIPES = ("bf16", "fp8-current", "mxfp8", "nvfp4", "mxfp8-fwd-nvfp4-bwd")
-"""What a comparison compares unless told otherwise."""
+"""The recipes of a comparison by default."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ PRESETS = {
 
 
 def get(name: str) -> Preset:
-    """The preset called `name`; UserError when there is none."""
+    """The preset called `name`; UserError if there is none."""
     if name not in PRESETS:
         raise UserError(f"unknown preset {name!r}: choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -37,7 +37,7 @@ def margin(values: Sequence[float]) -> float | None:
 
 
 def is_better(gaps: Gaps, other: Gaps) -> bool | None:
-    """Whether the 95 % interval of the paired differences lies below zero; None where two seeds in common lack."""
+    """Whether the 95 % interval of the paired differences lies below zero; None if two seeds in common lack."""
     differences = [gaps[seed] - other[seed] for seed in gaps.keys() & other.keys()]
     width = margin(differences)
     return None if width is None else statistics.fmean(differences) + width < 0
@@ -77,7 +77,7 @@ class Judgement:
         self.ranks = ranks({name: gaps for name, gaps in self.gaps.items() if gaps and name not in noise})
 
     def verdict(self, name: str) -> Verdict:
-        """What is told about a recipe: means over the seeds that count."""
+        """The result of a recipe: means over the seeds that count."""
         gaps, losses = self.gaps[name], self._losses[name].values()
         last = self.recipes[name][0].final_heldout_loss if self.step is None else None
         return {

@@ -163,7 +163,7 @@ class Curves(TypedDict):
 class RunEntry(Curves, Verdict, Observations):
     """One recipe, its run under the first seed, and repeats under others. Numbers that do not exist are None.
 
-    `steps`: how many were planned, where runs of two results are told together.
+    `steps`: the planned number, if the document has the runs of two results.
     """
 
     name: str
@@ -187,7 +187,7 @@ class Noise(TypedDict, total=False):
 
 
 class SearchEntry(TypedDict):
-    """What a search was to reach, and what its recipe is predicted to cost and to keep, both over bf16."""
+    """The goal of a search, and the predicted cost and memory of its recipe, both over bf16."""
 
     recipe: str
     kind: str

@@ -1,6 +1,6 @@
 """A search for the recipe of a model: a bf16 run, the effect of each option on it, an integer program, and a check.
 
-The predicted gap of an option is its forward effect, plus what its backward effect costs in progress. If the loss falls
+The predicted gap of an option is its forward effect plus the progress that its backward effect costs. If the loss falls
 by r nats for each e-fold of steps, a run that loses the share s of its progress ends about r s nats higher.
 """
 
@@ -34,7 +34,7 @@ class Search:
     """What is looked for, in which training, among the formats of `recipes`; `effects` are those measured so far.
 
     `size` is the width and tokens for which time and memory are predicted, None for those of the model. The check
-    trains under `seeds` seeds. UserError where no choice can meet the goal.
+    trains under `seeds` seeds. UserError if no choice can meet the goal.
     """
 
     config: TrainConfig
@@ -65,7 +65,7 @@ class Search:
         return trainer, run
 
     def measure_effects(self, trainer: Trainer, publish: Callable[[], None], progress: Progress, stop: Stop) -> bool:
-        """Add what is missing to `effects`, module by module; whether all are there now."""
+        """Measure the missing `effects`, module by module. Returns whether all are complete now."""
         total = sum(map(len, self.options.values()))
         progress.begin(
             "effects of single GEMMs",
@@ -88,7 +88,7 @@ class Search:
         return len(self.effects) == total
 
     def conclude(self, reference: Run) -> "Finding":
-        """The recipe that follows from the effects, and what it and uniform recipes are predicted to be."""
+        """The recipe that follows from the effects, and predictions for it and for uniform recipes."""
         loss, rate = reference.final_heldout_loss or math.inf, nats_per_e_fold(reference.train_loss)
         costs = {
             (effect.module, effect.gemm, effect.recipe): 100 * (effect.forward + rate * effect.backward) / loss
@@ -143,7 +143,7 @@ def nats_per_e_fold(curve: Losses) -> float:
 
 @dataclass
 class Finding:
-    """The recipe and the option behind each GEMM, predictions for it and for uniform recipes, and what checked it."""
+    """The recipe and its option for each GEMM, predictions for it and for uniform recipes, and the check."""
 
     recipe: RuleRecipe
     chosen: Mapping[Gemm, Option]

@@ -85,7 +85,7 @@ def _turned(exact: Tensor, trial: Tensor) -> float:
 
 
 def _step(trainer: Trainer, recipe: Recipe, module: str) -> Step:
-    """A forward and backward under `recipe` on the batch of the next step, which leaves no trace."""
+    """A forward and backward under `recipe` on the batch of the next step. The state of the trainer does not change."""
     model, step, seeds = trainer.model, Step(), duotone.rng_state(trainer.model)
     with _watched(trainer, module, step), duotone.autocast(recipe=recipe):
         loss = trainer.loss(trainer.completed)

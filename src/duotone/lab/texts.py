@@ -35,7 +35,7 @@ def read(paths: Sequence[str]) -> list[bytes]:
 
 
 def require(paths: Sequence[str]) -> None:
-    """UserError where one of `paths` is neither a file nor a folder and matches no file; reads nothing."""
+    """UserError if one of `paths` is neither a file nor a folder and matches no file; reads nothing."""
     for name in paths:
         if not os.path.isdir(name):
             _matches(name)

@@ -76,9 +76,9 @@ class Trainer:
         return self.schedule.at(self.completed)
 
     def step(self, recipe: Recipe | None = None, forward: AbstractContextManager[None] | None = None) -> float:
-        """One step, under `recipe` where given, its forward inside the context `forward`; gives the loss.
+        """One step, under `recipe` unless None. Its forward runs inside the context `forward`. Returns the loss.
 
-        A loss that is not finite leaves the weights as they are.
+        If the loss is not finite, the weights do not change.
         """
         with forward or nullcontext(), duotone.autocast(recipe=recipe or self.recipe, amax_reduction_group=self.group):
             loss = self.loss(self.completed)
@@ -118,7 +118,7 @@ class Trainer:
         return []
 
     def save(self, folder: Path, history: Mapping[str, object], observed: Mapping[str, Tensor] = NOTHING) -> None:
-        """Publish a checkpoint below `folder`; UserError where the disk refuses it."""
+        """Publish a checkpoint below `folder`; UserError if the disk refuses it."""
         checkpoint.save(folder, replace(self.checkpoint(history), observed=observed))
 
     def newest(self, folder: Path) -> Path | None:
@@ -126,9 +126,9 @@ class Trainer:
         return next(reversed(checkpoint.steps(folder)), None)
 
     def resume(self, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Take over the checkpoint `path`; gives the history of its run and what it observed.
+        """Restore the checkpoint `path`. Returns the history of its run and what it observed.
 
-        UserError, with nothing changed, where it is damaged or of another run.
+        UserError, with nothing changed, if it is damaged or of another run.
         """
         saved = checkpoint.load(path)
         meta.require_run(saved, path)
@@ -139,7 +139,7 @@ class Trainer:
     def heldout_loss(self) -> float:
         """Mean loss in nats over the preset's held-out batches, under the recipe of the step that was taken last.
 
-        The training goes on unmoved.
+        This does not change the training.
         """
         preset = self.config.preset
         batches = self.corpus.heldout_batches(preset.heldout_batches, count=preset.batch, context=preset.model.context)
@@ -150,13 +150,13 @@ class Trainer:
         return torch.stack(losses).mean().item()
 
     def checkpoint(self, history: Mapping[str, object]) -> Checkpoint:
-        """All that the next step depends on, and the `history` of the run so far (JSON-ready)."""
+        """Everything that the next step depends on, and the `history` of the run so far (JSON-ready)."""
         tensors, aliases = checkpoint.unique_state(self.model)
         training = {**self.optimizer.state(), **self._random_state()}
         return Checkpoint(self.completed, tensors, aliases, training, {**self.meta(), "history": history})
 
     def meta(self) -> dict[str, object]:
-        """What a checkpoint says of its run, JSON-ready."""
+        """The description of the run in a checkpoint, JSON-ready."""
         return {
             "config": self.config.to_dict(),
             "recipe": self.chosen.to_dict(),
@@ -194,7 +194,7 @@ class Trainer:
         return models.get(self.config.model).digest(self.config.preset)
 
     def _require_same_phases(self, saved: Checkpoint, path: Path) -> None:
-        """UserError where another length of the run puts a step that lies behind under another recipe."""
+        """UserError if another length of the run puts a step that lies behind under another recipe."""
         if self.config.steps < saved.step:
             raise UserError(f"the checkpoint {path} is at step {saved.step}: give --steps of at least {saved.step}")
         before = self._schedule_over(saved.meta["config"]["steps"])

@@ -73,7 +73,7 @@ class Routing(Rows):
 
     @cached_property
     def splits(self) -> tuple[int, ...]:
-        """UserError where a choice is not among the experts."""
+        """UserError if a choice is not among the experts."""
         if not self.chosen.numel():
             return (0,) * self.experts
         if self.chosen.is_meta:

@@ -53,8 +53,8 @@ def tally(x: Tensor, decoded: Tensor, saturated: Tensor, dtype: torch.dtype = to
 
 
 def summary(sums: list[float], extremes: list[float]) -> dict[str, float | None]:
-    """The columns of a report: shares, decibels and bits. `snr_db` is None where nothing was lost, -inf where a finite
-    element became infinite; `dynamic_range_bits`, `bias` and `cosine` are None where nothing was nonzero."""
+    """The columns of a report: shares, decibels and bits. `snr_db` is None if nothing was lost, -inf where a finite
+    element became infinite; `dynamic_range_bits`, `bias` and `cosine` are None if nothing was nonzero."""
     total = dict.fromkeys(FIELDS, 0.0) | dict(zip(FIELDS, sums, strict=False))  # older taps have the first six
     largest, smallest = extremes[0], -extremes[1]
     snr = None

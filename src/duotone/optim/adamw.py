@@ -89,8 +89,8 @@ class AdamW(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; returns the loss of `closure`, if given.
 
-        All checks come before anything is written. Raises UserError where a gradient is sparse or a plane rounds
-        stochastically without a seed, MissingPlaneError where a quantized parameter cannot be written.
+        All checks come before anything is written. Raises UserError if a gradient is sparse or a plane rounds
+        stochastically without a seed, MissingPlaneError if a quantized parameter cannot be written.
         """
         may_trace = torch.compiler.is_dynamo_compiling()
         if may_trace and any(

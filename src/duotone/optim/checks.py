@@ -49,7 +49,7 @@ def _is_number(value: object) -> bool:
 
 
 def check_step(parameter: Tensor, group: Group) -> None:
-    """UserError or MissingPlaneError where a step could not write the parameter from its gradient."""
+    """UserError or MissingPlaneError if a step could not write the parameter from its gradient."""
     grad = parameter.grad
     if grad is not None and grad.layout != torch.strided:
         raise UserError("AdamW takes dense gradients; got a sparse one: use torch.optim.SparseAdam for its parameter")

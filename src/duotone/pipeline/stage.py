@@ -31,7 +31,7 @@ class Stage:
     arity: ClassVar[tuple[int, ...]] = (0,)
     extra_outputs: ClassVar[int] = 0
     refusal: str = "a stage has no replay"
-    """Why second derivatives cannot go through this stage; "" where `replay` gives them."""
+    """Why second derivatives cannot go through this stage; "" if `replay` gives them."""
     reads: tuple[bool, ...] = ()
     """Whether a gradient depends on the value of the input, and of each operand; () where it depends on all."""
 

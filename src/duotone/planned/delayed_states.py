@@ -32,7 +32,7 @@ STATES = {FORWARD_STATE: FORWARD_SLOTS, BACKWARD_STATE: BACKWARD_SLOTS}
 
 
 def agreed_history(quantizers: Mapping[str, Quantizer]) -> History:
-    """The one history of a module's delayed slots, by tensor. RecipeError where two slots disagree."""
+    """The one history of a module's delayed slots, by tensor. RecipeError if two slots disagree."""
     delayed = {kind: quantizer for kind, quantizer in quantizers.items() if any(quantizer.delayed)}
     check_requests(delayed)
     return next((quantizer.history for quantizer in delayed.values() if quantizer.history is not None), History())

@@ -42,7 +42,7 @@ class Placed(NamedTuple):
 
 
 def placed(module: "PlannedLinear", x: "Spread | None") -> Placed:
-    """What a call is, for an input that lies like `x`. UserError where input and weight do not go together."""
+    """What a call is, for an input that lies like `x`. UserError if input and weight do not go together."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     x, weight = _on_one_mesh(module, x)
@@ -83,7 +83,7 @@ def _even(module: "PlannedLinear", x: "Spread", dim: int) -> int:
 
 
 def _on_one_mesh(module: "PlannedLinear", x: "Spread | None") -> tuple["Spread", "Placement"]:
-    """How the input lies, and the placement of the weight on the same mesh. UserError where there is no such mesh."""
+    """How the input lies, and the placement of the weight on the same mesh. UserError if there is no such mesh."""
     from duotone.pipeline.spread import placement_of
 
     name, (weight, *others) = module.module_name, parameters_of(module, "weight")

@@ -107,7 +107,7 @@ def glob(pattern: str) -> "re.Pattern[str]":
 
 @functools.lru_cache(maxsize=16384)
 def expression(pattern: str) -> "Expression":
-    """The regular expression; RecipeError where it is none, or not one that has a bound on its time."""
+    """The regular expression; RecipeError if it is none, or not one that has a bound on its time."""
     return Expression(pattern)
 
 

@@ -150,7 +150,7 @@ def _content(path: Path) -> bytes:
             if len(content) <= FILE_BYTES:
                 return content
             reason = f"it has more than {FILE_BYTES} bytes"
-    except (OSError, ValueError) as error:  # a ValueError where the path holds NUL
+    except (OSError, ValueError) as error:  # a ValueError if the path holds NUL
         reason = getattr(error, "strerror", None) or str(error)
     raise RecipeError(one_line(f"recipe file {path} cannot be read: {reason}; name a .toml or .json file"))
 

@@ -75,7 +75,7 @@ def in_slot(role: QuantizerRole | None, slot: QuantizerRole | None) -> Quantizer
 
 
 def require_known(role: QuantizerRole | None) -> None:
-    """RecipeError where a module type that Duotone knows has no tensor of that type; an empty field says nothing."""
+    """RecipeError if a module type that Duotone knows has no tensor of that type; an empty field says nothing."""
     if role is None or not role.tensor_type:
         return
     allowed = TENSORS_OF_MODULES.get(role.module_type)

@@ -1,4 +1,4 @@
-"""Which recipe to use: what each is worth on a named GPU beside the gap that it costs, in words."""
+"""Which recipe to use, in words: the speed of each on a named GPU, and the gap that it costs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from duotone.report.numbers import finite, listing, number, percent
 from duotone.report.verdict import compared, gap_text, is_within, reference_of
 
 EXAMPLE = (4096, 8192)
-"""The width and the tokens for which speeds are told where those of the model were not measured."""
+"""The width and the tokens of the reported speeds, if those of the model were not measured."""
 
 SEEDING = frozenset({"seed", "seeds"})
 """Settings in which two results may differ without another loss of the same recipe."""
@@ -28,12 +28,12 @@ ONE_SEED = 1.0
 """Percent by which gaps of small models may differ from one seed to the next."""
 
 CONFIDENCE = ((0.25, "high"), (1.0, "moderate"))
-"""Up to which gap in percent, the upper end of the 95 % interval, a choice is so safe; low beyond."""
+"""The largest gap in percent (the upper end of the 95 % interval) for each level of safety; above it is low."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU, and the speed of each run on it over bf16. `what` is what has that speed, `source` where it is from."""
+    """A GPU, and the speed of each run on it over bf16. `what` was measured; `source` names the measurement."""
 
     name: str
     what: str

@@ -20,9 +20,9 @@ FILTERS = "broken finite listing moment number percent power px shorten signific
 
 @dataclass(frozen=True)
 class Detail:
-    """How much a page says. Big results get less of it, and the page tells so.
+    """The detail of a page. Large results get less detail, and the page says so.
 
-    `members` are the quantities that each layer of a kind shows, none for no row of its own.
+    `members` are the quantities in the row of each layer of a kind. If there are none, layers have no rows.
     """
 
     hover: bool
@@ -50,7 +50,7 @@ def render(result: Document) -> str:
 def write_report(result: Document, path: Path) -> None:
     """Render `result` into the file at `path`. A report already there is replaced whole or left as it was.
 
-    Raises UserError where the file cannot be written.
+    Raises UserError if the file cannot be written.
     """
     page = _encode(render(result))
     try:

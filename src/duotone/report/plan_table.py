@@ -1,4 +1,4 @@
-"""The plan of a run beside what ran: how many GEMMs run how, and modules with the same rows told once."""
+"""The plan of a run beside what ran: counts of GEMMs by kind, and one entry for all modules with the same rows."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence

@@ -93,7 +93,7 @@ def _title(entries: Sequence[PlaneEntry]) -> str:
 
 
 def events(statistics: Sequence[PlaneEntry]) -> str:
-    """How many amaxes did not enter their delayed history as they were, and in which module most; "" for none."""
+    """The number of amaxes that entered a delayed history changed or not at all, and the worst module; "" for none."""
     skipped, clamped = (sum(counts) for counts in zip((0, 0), *map(_events, statistics), strict=True))
     if not skipped and not clamped:
         return ""

@@ -18,7 +18,7 @@ UNKNOWN = 84
 
 @dataclass(frozen=True)
 class Dot:
-    """One recipe: gap in percent, half of its interval, and its place across, None where that is not known."""
+    """One recipe: gap in percent, half of its interval, and its place across, None if that is not known."""
 
     name: str
     style: Style

@@ -94,7 +94,7 @@ def _reaches(names: set[str], top: int) -> list[Reach]:
 
 
 def _powers(name: str) -> int | None:
-    """How many powers of two, from that of the largest element of a block down, do not become zero in the format."""
+    """The powers of two, counted down from that of a block's largest element, that do not become zero in the format."""
     try:
         fmt = formats.get(name)
     except UserError:

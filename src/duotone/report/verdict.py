@@ -1,4 +1,4 @@
-"""What the comparison found, in sentences that claim no more than the run shows."""
+"""The findings of a comparison, in sentences that claim no more than the runs show."""
 
 from collections.abc import Sequence
 

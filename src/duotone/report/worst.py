@@ -58,7 +58,7 @@ def _weak(entry: PlaneEntry, others: Sequence[RunEntry]) -> Weak:
 
 
 def reason(entry: PlaneEntry) -> str:
-    """Why a plane lost what it did, as far as its statistics tell."""
+    """The reason for the loss of a plane, as far as its statistics show it."""
     causes = []
     if (entry["saturation"] or 0.0) > 0.001:
         causes.append(f"{share(entry['saturation'])} % of the elements exceed what their scale can hold")

@@ -24,7 +24,7 @@ STACK: Stack[Construction] = Stack("duotone.quantized_model_init")
 
 
 def construction() -> Construction | None:
-    """The innermost enclosing region, or None outside of any. Raises UserError where `innermost` does."""
+    """The innermost enclosing region, or None outside of any. Raises UserError if `innermost` does."""
     return innermost(STACK.regions, "quantized_model_init")
 
 

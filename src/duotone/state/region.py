@@ -251,7 +251,7 @@ STACK.shapes_only = (AutocastRegion(HighPrecision(), "", None),)
 
 
 def active_region() -> AutocastRegion | None:
-    """The innermost enclosing region, or None outside of any. Raises UserError where `innermost` does."""
+    """The innermost enclosing region, or None outside of any. Raises UserError if `innermost` does."""
     return innermost(STACK.regions, "autocast")
 
 

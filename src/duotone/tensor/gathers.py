@@ -189,7 +189,7 @@ class Gathers:
     def deliver(
         self, outputs: Sequence[Tensor], out: "PlaneTensor | None", make: "Callable[[Planes], PlaneTensor]"
     ) -> "tuple[PlaneTensor, tuple[Tensor, ...]] | None":
-        """What FSDP2's second hook returns: a new tensor over the planes that arrived, or None where `out` has them."""
+        """What FSDP2's second hook returns: a new tensor over the planes that arrived, or None if `out` has them."""
         freed = self.receive(outputs)
         if out is None:
             whole = make(self.whole)
