@@ -6,7 +6,7 @@ from launching import launch, names
 
 OF_ATTENTION = ("../attention/context_worker.py", "../attention/parallel_worker.py")
 GROUPS: list[tuple[int, tuple[str, ...]]] = [
-    (2, ("fsdp_worker.py", "mesh_worker.py")),
+    (2, ("fsdp_worker.py", "mesh_worker.py", "styles_worker.py")),
     (2, ("fsdp_ways_worker.py", "parallel_worker.py")),
     (2, ("expert_worker.py", "pipeline_worker.py")),
     (2, ("te_worker.py", "amax_worker.py", "test_new_format.py")),
