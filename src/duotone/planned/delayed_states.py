@@ -159,7 +159,9 @@ def prepare_load(module: "Planned", state_dict: dict[str, Tensor], prefix: str) 
 
 
 def _clips(state: DelayedState, slot: int, weight: QuantizedTensor, values: Tensor) -> bool:
-    """Whether the scale of a slot clips new values of a weight, on any rank with a shard of it."""
+    """Whether the scale of a slot clips new values of a weight, on any rank with a shard of it; none on meta."""
+    if values.is_meta or state.scale.is_meta:
+        return False
     amax = amax_of(values.detach().reshape(len(values), -1)).to(state.scale.device)
     amax = amax if weight.context.shard is None else weight.context.shard.max(amax)
     clips = amax * state.scale[slot] > state.largest[slot] * (1 + 2**-20)  # a scale is rounded

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -229,7 +230,13 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         if any(key.startswith(prefix) for key in state_dict):
             seeds.note_load(self)
             self.plans.forget_stages()  # so that the first draw is seen
+        quantized = self.weight_held
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if quantized is not None and self.weight_held is None:
+            remedy = "load without assign into a model with memory (to_empty), which encodes what it loads"
+            warnings.warn(
+                f"a load with assign=True put plain weights in place of quantized ones; {remedy}", stacklevel=2
+            )
         send_planes(self)
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
