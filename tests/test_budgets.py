@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39757
+LIBRARY_LINES = 39761
 TOOL_LINES = 7953
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -35,12 +35,12 @@ BUDGETS = {
     "kernels": (5041, 0, 0),
     "lab": (3889, 14, 0),
     "linear": (1930, 5, 0),
-    "modules": (735, 3, 0),
+    "modules": (739, 3, 0),
     "observe": (2324, 6, 0),
-    "ops": (1464, 0, 0),
+    "ops": (1463, 0, 0),
     "optim": (855, 3, 0),
     "package": (348, 1, 0),
-    "pipeline": (1599, 15, 0),
+    "pipeline": (1600, 15, 0),
     "planned": (3396, 16, 0),
     "recipes": (2016, 6, 0),
     "report": (1745, 0, 0),

@@ -66,7 +66,7 @@ class LinearStage(Stage):
         return LinearStage(self.plan.of_module(handle), self.sink, self.name)
 
     def named(self, operands: Sequence[Item]) -> Operands[Item]:
-        """Row counts, seed, weights and biases; also of anything that exists once for each operand."""
+        """Row counts, seed, weights and biases, or the same of anything that exists once for each operand."""
         weight, bias, seed = operands
         return None, seed, (weight,), (bias,)
 
@@ -94,7 +94,7 @@ class LinearStage(Stage):
     ) -> tuple[Tensor, Saved]:
         """The output with the leading dimensions of `like`, and what backward needs, from the planes of the input.
 
-        `flat` is the input (M, K), for plans whose backward goes back to it.
+        `flat` is the input (M, K), for plans whose backward reads it.
         """
         plan, layout = self.plan, self.plan.layout
         w_planes = plan.weight.encode(weight, seed)

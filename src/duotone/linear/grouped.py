@@ -40,16 +40,16 @@ class GroupedStage(Stage):
 
     linears: tuple[LinearStage, ...]
     is_joint: bool = False
-    """Whether they do so for rows that the host knows."""
+    """Whether the linears run by one cast and joint rules, if the host knows the rows."""
 
     takes_device_splits: bool = False
     """Whether the rows of each linear may stay on the device, as int32 or int64 (n,)."""
 
     grouped: bool = False
-    """Whether one product takes all segments if the host knows their rows, too. Sums then run in another order."""
+    """Whether one product takes all segments even if the host knows their rows. Sums then run in another order."""
 
     why_apart: str = ""
-    """Why each has a separate product, if they are not `grouped`."""
+    """Why each linear has a separate product, if they are not `grouped`."""
 
     @staticmethod
     def of(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> "GroupedStage":
@@ -120,7 +120,7 @@ class GroupedStage(Stage):
         return self._backward_joint(dy, planes, segments, needs)
 
     def named(self, operands: Sequence[Item]) -> tuple[Item, Item, Sequence[Item], Sequence[Item]]:
-        """As `LinearStage.named`."""
+        """Like `LinearStage.named`."""
         splits, seed, *parameters = operands
         count = len(self.linears)
         return splits, seed, parameters[:count], parameters[count:]
@@ -185,7 +185,7 @@ class GroupedStage(Stage):
         return JoinedWeights(rows[0].format, _codes(rows), _scales(rows)), saved
 
     def _saved_weights(self, saved: Sequence[Tensor]) -> JoinedWeights:
-        """The columnwise operand of what `_encode_weights` gave for backward."""
+        """The columnwise operand, from what `_encode_weights` returned for backward."""
         fmt, count = self.plan.dgrad.b, len(self.linears)
         if self.plan.weight.source is ENCODE_NOW:
             return JoinedWeights(*join(fmt, saved[0], saved[1]))
@@ -212,7 +212,7 @@ class GroupedStage(Stage):
     def weight_gradients(
         self, dy: JoinedOperand, x: JoinedOperand, segments: "Segments", like: Tensor, needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        """What autograd is given for each weight, from columnwise codes and scales."""
+        """The gradient that autograd gets for each weight, from columnwise codes and scales."""
         rule = self.plan.wgrad.rule
         sinks = [linear.sink for linear in self.linears]
         if not segments.grouped:

@@ -1,7 +1,7 @@
 """How a linear is spread over ranks: what is gathered before a product and reduced after it.
 
-Sequence parallelism keeps activations outside of the pair of linears as shards of their rows. Planes travel encoded;
-formats whose scale spans the rows have agreed on it when they were encoded.
+Sequence parallelism keeps activations outside of the pair of linears as shards of their rows. Planes travel as codes
+and scales. If a scale spans the rows, the ranks agree on it when they encode.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 Dims = tuple[int | None, int | None, int | None]
-"""A dimension of the matrices of input, weight and gradient: 0 rows, 1 columns, None for none."""
+"""A dimension of the matrices of input, weight and gradient: 0 is rows, 1 is columns, None is no dimension."""
 Shards = tuple[ShardContext | None, ShardContext | None, ShardContext | None]
 
 
@@ -41,12 +41,12 @@ class Layout:
 
     @property
     def shards(self) -> Shards:
-        """How this rank's input, weight and gradient are shards of matrices whose scales the ranks agree on."""
+        """The matrices on whose scales the ranks agree, of which this rank's input, weight and gradient are shards."""
         first, second, third = (None if dim is None else ShardContext(self.group, dim) for dim in self.dims)
         return first, second, third
 
     def stream(self, stream: int, shard: ShardContext | None) -> int:
-        """The random numbers of an operand, of which this rank has a shard or all."""
+        """The number of the random stream of an operand. This rank has a shard of the operand, or all of it."""
         return stream
 
     def gather_input(self, plane: Plane, dim: int) -> Plane:
@@ -151,9 +151,9 @@ class Sharded(Layout):
 
 @dataclass(frozen=True)
 class GatheringShards(Sharded):
-    """Rows of the input are cut and out_features too: codes of x are gathered, again in backward, and dx is scattered.
+    """Rows of the input and out_features are cut: codes of x are gathered, again in backward, and dx is scattered.
 
-    Gathered rows are those of one rank after the other.
+    Gathered rows are in the order of the ranks.
     """
 
     def gather_input(self, plane: Plane, dim: int) -> Plane:
@@ -167,7 +167,7 @@ class GatheringShards(Sharded):
 class ScatteringShards(Sharded):
     """in_features are cut: the sum of y is scattered along its rows, and codes of dy are gathered.
 
-    Rows of the input are those of one rank after the other.
+    Rows of the input are in the order of the ranks.
     """
 
     gathers_grad = True

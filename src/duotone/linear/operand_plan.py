@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SavedPlane = Plane | DeferredPlane
 Original = Tensor | DeferredPlane | None
-"""The matrix (M, K) of which planes were encoded, what stands for it, or None if nobody looks at it."""
+"""The matrix (M, K) whose planes were encoded, a producer in its place, or None if nothing reads it."""
 
 COLUMNWISE = Usage(False, True)
 
@@ -84,9 +84,9 @@ def _deferred(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeCo
 
 
 def _deferred_in_graph(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
-    """For a partitioner, which saves what is read by an op that fuses with nothing, such as a cast.
+    """A partitioner saves the inputs of ops that fuse with nothing, such as a cast.
 
-    So the cast reads a power of 1.0, which fuses with what makes the tensor. Copies, and products with 1, would be
+    So the cast reads a power of 1.0, which fuses with the producer of the tensor. A copy, or a product with 1, would be
     dropped before.
     """
     assert isinstance(x, Tensor)
@@ -116,13 +116,13 @@ def _rowwise(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeCon
 
 
 def _note_rowwise(x: Original) -> None:
-    """Let FSDP2 gather the rowwise plane of a weight for backward, too."""
+    """Let FSDP2 gather the rowwise plane of a weight for backward as well."""
     if not torch.compiler.is_dynamo_compiling() and isinstance(x, QuantizedTensor) and x.gathers is not None:
         x.gathers.keeps_rowwise = True
 
 
 def columnwise(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -> Plane:
-    """The columnwise plane of a matrix, alone."""
+    """Only the columnwise plane of a matrix."""
     plane = quantizer.encode(x, COLUMNWISE, ctx).columnwise
     assert plane is not None
     return plane
@@ -167,7 +167,7 @@ class OperandPlan:
     """Whether backward owes that GEMM."""
 
     stream: int | None = None
-    """The operand's random numbers are those of the call's seed plus this; None if it rounds to nearest."""
+    """The operand's random numbers have the call's seed plus this. None if it rounds to nearest."""
 
     slot_distance: int = 0
     """From the delayed slots of one linear to those of the next in the states of a module."""

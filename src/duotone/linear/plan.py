@@ -25,7 +25,7 @@ from duotone.tensor.quantizer import Quantizer
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a module is asked to do, and where."""
+    """A request for a plan: what a module computes, and on which device."""
 
     recipe: Recipe
     rules: tuple[Rule, ...]
@@ -81,7 +81,7 @@ class PlanRequest:
 
 
 def ask_recipe(request: PlanRequest) -> dict[str, Quantizer]:
-    """What rules and recipe give each slot.
+    """The quantizer of each slot, from rules and recipe.
 
     Each slot is asked once, for every expert if the recipe may answer by name. Raises RecipeError if experts of one
     group would have different formats.
@@ -114,7 +114,7 @@ def _words(quantizer: Quantizer) -> str:
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """One GEMM: what is multiplied where, the rule that runs it, and what the rule has to say."""
+    """One GEMM: its problem, the rule that runs it, and the reason."""
 
     gemm: str
     problem: GemmProblem
@@ -211,4 +211,4 @@ class LinearPlan:
 
 
 FORWARD_SLOTS, BACKWARD_SLOTS = 4, 2
-"""Delayed-scaling slots of a linear: two directions of input and weight, and of grad_output."""
+"""Delayed-scaling slots of a linear: input and weight in forward, grad_output in backward, two directions each."""

@@ -41,7 +41,7 @@ Quantizers = dict[str, Quantizer]
 
 HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FAST_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""In these a small linear is faster than in formats."""
+"""In these dtypes a small linear is faster than in formats."""
 
 
 def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> LinearPlan:
@@ -71,7 +71,7 @@ def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> Linea
     input_backward = _input_backward(request, override, quantizers["input"])
     weight_backward = _weight_backward(request, override, quantizers["weight"], sources["weight"])
     gradient = quantizers["grad_output"]
-    travels_once = layout.gathers_grad and gradient.derives_columnwise  # then ranks turn the plane that they gathered
+    travels_once = layout.gathers_grad and gradient.derives_columnwise  # then ranks transpose what they gathered
     return LinearPlan(
         input=forward_operand("input", input_backward, weight_grad, shards[0], streams[0]),
         weight=forward_operand("weight", weight_backward, input_grad, shards[1], streams[1]),
@@ -95,7 +95,7 @@ def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> Linea
 
 
 def _with_held(request: PlanRequest, answers: Quantizers) -> tuple[Quantizers, dict[str, PlaneSource]]:
-    """The quantizers with those that quantized tensors have already, and where planes of input and weight come from."""
+    """The quantizers, replaced by those of tensors that are quantized already, and the sources of input and weight."""
     sources = {kind: source_of_plain(answers[kind]) for kind in ("input", "weight")}
     if request.weight_held is not None:
         sources["weight"] = _source_of_held_weight(request, answers["weight"], request.weight_held)
@@ -124,7 +124,7 @@ def _context(request: PlanRequest, shard: ShardContext | None, quantizer: Quanti
     formats = quantizer.rowwise, quantizer.columnwise
     kernel = has_casts(*formats, request.dtype, target(request.device))
     is_scaled = all(fmt is None or fmt.scale_codec.family == ScaleCodec.FP32.family for fmt in formats)
-    typed = is_scaled and shard is None and not request.layout.exchanges  # what travels or is decoded is bytes
+    typed = is_scaled and shard is None and not request.layout.exchanges  # codes that travel or are decoded are bytes
     return QuantizeContext(shard, traces_kernel=kernel, propagate=request.recipe.propagate_nonfinite, typed=typed)
 
 

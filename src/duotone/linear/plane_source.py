@@ -31,11 +31,11 @@ class PlaneSource:
     """The planes of a matrix that a usage names."""
 
     encodes: bool = False
-    """Whether the planes are those that the quantizer makes of a plain tensor, now or earlier."""
+    """Whether the quantizer encodes the planes from a plain tensor, now or earlier."""
 
 
 def _values(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-    """What the Identity quantizer gives, in less host time."""
+    """The planes of the Identity quantizer, in less host time."""
     rowwise, columnwise = usage
     row = Plane(IDENTITY, {"codes": x}, (x.shape[0], x.shape[1])) if rowwise else None
     return Planes(row, Plane(IDENTITY, {"codes": x.t()}, (x.shape[1], x.shape[0])) if columnwise else None)
@@ -68,7 +68,7 @@ def _dequantized(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeCon
 
 
 ENCODE_NOW = PlaneSource("now", lambda x, quantizer, usage, ctx: quantizer.encode(x, usage, ctx), encodes=True)
-"""A plain tensor, for which `OperandPlan.encode` asks the quantizer itself."""
+"""A plain tensor, which `OperandPlan.encode` passes to the quantizer itself."""
 HIGH_PRECISION = PlaneSource("high precision", _values)
 """A plain tensor that stays in high precision."""
 USE_HELD = PlaneSource("held", _planes_of)
@@ -100,7 +100,7 @@ class OptimizerSteps:
         self.is_registered = False
 
     def register(self) -> None:
-        """Begin to count, if it has not begun."""
+        """Start to count, unless it was started before."""
         if not self.is_registered:
             self.is_registered = True
             register_optimizer_step_post_hook(self)
@@ -113,9 +113,9 @@ STEPS = OptimizerSteps()
 
 
 class WeightCache:
-    """What one weight was encoded to, with the quantizer and the versions of the parameters that it is made of.
+    """The planes of one weight, with their quantizer and the versions of the parameters behind the weight.
 
-    Writes through `.data` leave no version. After one, call `clear`, or begin with a first microbatch.
+    Writes through `.data` leave no version. After such a write, call `clear`, or begin with a first microbatch.
     """
 
     def __init__(self, owners: Callable[[], Sequence[Tensor]]) -> None:
@@ -126,7 +126,7 @@ class WeightCache:
         """The stamp of the weight in the last call, which may be captured and not run."""
         self.planes = Planes(None, None)
         self.captured: Planes | None = None
-        """What graphs read: it must stay in memory."""
+        """The planes that graphs read. They must stay in memory."""
         self.reused, self.refreshed = (
             PlaneSource("cache", self.reuse, True),
             PlaneSource("to cache", self.refresh, True),
@@ -155,7 +155,7 @@ class WeightCache:
             return self.refresh(x, quantizer, usage, ctx)
         follows = quantizer.columnwise_source == "original" and row is not None and quantizer.columnwise == row.format
         if usage.columnwise and col is None and row is not None and follows:
-            col = row.transposed()  # with the scale that it has, because a recompute could not ask for a new one
+            col = row.transposed()  # with its present scale, because a recompute could not ask for a new one
             self.planes = Planes(row, col)
         if (usage.rowwise and row is None) or (usage.columnwise and col is None):
             both = Usage(usage.rowwise or row is not None, usage.columnwise or col is not None)

@@ -25,7 +25,7 @@ class Rows:
     counts: Tensor
     splits: tuple[int, ...]
     waits = True
-    """Whether the host may wait for `splits`. Else `counts` are taken wherever they can be, and may leave rows out."""
+    """Whether the host may wait for `splits`. If not, `counts` are used wherever possible, and may leave rows out."""
 
 
 def host_splits(splits: Tensor | Sequence[int], count: int, rows: int | None) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ def host_splits(splits: Tensor | Sequence[int], count: int, rows: int | None) ->
 
 
 def device_splits(splits: Tensor, count: int) -> Tensor:
-    """The rows of each of `count` linears, left on the device. Nothing waits for them or looks at their sum.
+    """The rows of each of `count` linears, on the device. Nothing waits for them or checks their sum.
 
     UserError unless they are as many as the linears.
     """

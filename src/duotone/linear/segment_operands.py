@@ -35,7 +35,7 @@ def takes_segments(operand: OperandPlan) -> bool:
 
 
 def are_real(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether kernels take the tensors as they are. Planes that FSDP2 gathers come and go, and stay with their loop."""
+    """Whether kernels take the tensors. Planes that FSDP2 gathers come and go, so a loop takes them one by one."""
     parts: list[Tensor] = []
     for weight in weights:
         if isinstance(weight, QuantizedTensor):
@@ -59,7 +59,7 @@ def encode_segments(
 def encode_weights(
     operand: OperandPlan, weights: Sequence[Tensor]
 ) -> tuple[JoinedWeights, tuple[Tensor | None, Tensor | None]]:
-    """Like `encode_segments`, of tensors (N, K) that are a segment each; columnwise codes are (E, K, N)."""
+    """Like `encode_segments`, for tensors (N, K). Each is a segment; columnwise codes are (E, K, N)."""
     weights = [w if w.is_contiguous() else w.contiguous() for w in weights]
     first, count, (n, k) = weights[0], len(weights), weights[0].shape
     segments, (row, _) = equal_segments(n, count, first), operand.formats

@@ -20,7 +20,7 @@ class Sink:
     """Whether `take` leaves the product to a later call."""
 
     def begin(self) -> None:
-        """A forward runs whose gradient comes here."""
+        """A forward calls this if its gradient will come here."""
 
     def take(self, product: Product, dy: Tensor) -> Tensor | None:
         """Compute the gradient or queue it. Returns what autograd gets for the weight."""
@@ -61,13 +61,13 @@ class ToMainGrad(Sink):
         return self.filled(out)
 
     def place(self) -> Place:
-        """Where the next gradient goes, and whether it is added."""
+        """The place of the next gradient, and whether it is added there."""
         weight = self._living_weight()
         overwrites = vars(weight).get("duotone_overwrite", False) or getattr(weight, "overwrite_main_grad", False)
         return main_grad(weight), not overwrites
 
     def filled(self, out: Tensor) -> Tensor | None:
-        """What autograd gets once the gradient is in `out`."""
+        """The gradient for autograd after the real one was written to `out`."""
         weight = self._living_weight()
         increment_version(out)  # kernels write to addresses
         vars(weight).pop("duotone_overwrite", None)

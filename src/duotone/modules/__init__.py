@@ -1,4 +1,4 @@
-"""nn.Modules: names, parameters and tuples of the stages in `ops/`."""
+"""Modules that are built from the stages and ops of `ops/`: they have names and parameters."""
 
 from duotone.modules.layer_norm import LayerNormLinear, LayerNormMLP
 from duotone.modules.moe import MoE

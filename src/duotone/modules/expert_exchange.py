@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens go to the ranks of their experts as codes and scales, results return unencoded."""
+"""Expert parallelism: tokens go to the ranks of their experts as codes and scales. Results return in high precision."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ def move(rows: Tensor, forward_map: Map, backward_map: Map) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Exchange(Rows):
-    """How many rows this rank sends to each rank and receives from each, and the order of those by local expert.
+    """The number of rows that this rank sends to each rank and receives from each, and the order that sorts received
+    rows by local expert.
 
     Rows of one expert lie in the order of the ranks that they come from, as in one process that has all tokens.
     """
@@ -39,7 +40,8 @@ class Exchange(Rows):
     rows_of_experts: tuple[int, ...] = ()
     """`splits`, if the host has read them."""
     places: Tensor | None = None
-    """Under a capacity: where each row lies among those that are sent, behind them if it is dropped. Zeros fill up."""
+    """Under a capacity: the place of each row among the sent rows, or behind them if it is dropped. Other places are
+    zero."""
 
     @staticmethod
     def of(counts: Tensor, group: str) -> "Exchange":
@@ -55,7 +57,7 @@ class Exchange(Rows):
 
     @staticmethod
     def within(capacity: int, counts: Tensor, rows: int, group: str, size: int) -> "Exchange":
-        """As `of`, for `rows` rows in all, of which each rank takes at most `capacity`. The host waits for nothing."""
+        """Like `of`, for `rows` rows in all, of which each rank takes at most `capacity`. The host does not wait."""
         counts, equal = counts.view(size, -1), [capacity] * size
         of_ranks = counts.sum(1)
         ends, at = of_ranks.cumsum(0), torch.arange(rows, device=counts.device)
@@ -65,7 +67,7 @@ class Exchange(Rows):
         stay = counts.cumsum(1).clamp(max=capacity).diff(dim=1, prepend=counts.new_zeros(size, 1))
         incoming = all_to_all(stay, [1] * size, [1] * size, group)
         slots = torch.arange(capacity, device=counts.device).repeat(size, 1)
-        owners = torch.searchsorted(incoming.cumsum(1), slots, right=True)  # of slots without a row: behind all experts
+        owners = torch.searchsorted(incoming.cumsum(1), slots, right=True)  # slots without a row come after all experts
         return Exchange(group, equal, equal, incoming.sum(0), *by_owner(owners.flatten()), places=places)
 
     @property
@@ -87,14 +89,14 @@ class Exchange(Rows):
         return self.places is None
 
     def count(self) -> Tensor:
-        """The last expert has the zeros that fill up, too."""
+        """The rows of each expert of this rank. The last expert also has the zeros at unused places."""
         if self.places is None:
             return self.counts
         ends = self.counts.cumsum(0)[:-1]
         return torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_full((1,), self.total))
 
     def send(self, rows: Tensor) -> Tensor:
-        """Rows by expert of all ranks -> those that this rank's experts have, by expert."""
+        """Rows by expert of all ranks -> the rows of this rank's experts, by expert."""
         if self.places is not None:
             room = rows.new_zeros(sum(self.sent) + 1, *rows.shape[1:])
             rows = room.index_copy(0, self.places, rows)[:-1]
@@ -108,9 +110,10 @@ class Exchange(Rows):
         return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])[self.places]
 
     def dispatch(self, rows: Tensor, quantizer: Quantizer) -> Tensor:
-        """Rows by expert -> the values that a rowwise encode leaves of them, on the ranks of their experts.
+        """Rows by expert -> their values after a rowwise encode, on the ranks of their experts.
 
-        All ranks agree on a scale that spans rows. The bytes of a row travel together. Gradients return unencoded.
+        All ranks agree on a scale that spans rows. The bytes of a row travel together. Gradients return in high
+        precision.
         """
         return move(rows, partial(self._send_codes, quantizer), self.send_back)
 

@@ -1,4 +1,4 @@
-"""FusedModule: the base of modules that are made of other modules and run them as one pipeline."""
+"""FusedModule: the base of modules that contain other modules and run them as one pipeline."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 Output = Tensor | tuple[object, ...]
-"""What a forward gives: the output, or a tuple that starts with it."""
+"""The result of a forward: the output, or a tuple that starts with it."""
 
 
 class ModuleGroup(KnownRoles, nn.Module):
-    """A module made of other modules. These methods call the same method of each child that has it."""
+    """A module that contains other modules. These methods call the same method of each child that has it."""
 
     takes_first_microbatch = True
 
@@ -30,11 +30,11 @@ class ModuleGroup(KnownRoles, nn.Module):
         _call_each(self.children(), "set_tensor_parallel_group", tp_group)
 
     def invalidate_weight_cache(self) -> None:
-        """Encode the weights anew at the next microbatch, as after writes through `.data`, which leave no version."""
+        """Encode the weights again at the next microbatch: writes through `.data` leave no version."""
         _call_each(self.children(), "invalidate_weight_cache")
 
     def backward_dw(self) -> None:
-        """Compute the oldest weight gradients that backward put off, those of the last child first."""
+        """Compute the oldest delayed weight gradients, those of the last child first."""
         _call_each(reversed(list(self.children())), "backward_dw")
 
 
@@ -43,7 +43,7 @@ class FusedModule(RunsOps, ModuleGroup):
 
     @property
     def ops(self) -> tuple[Member, ...]:
-        """What runs, in order."""
+        """The modules that run, in order."""
         return tuple(module for module in self._modules.values() if module is not None)
 
     @property

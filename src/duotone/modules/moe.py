@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Routing(Rows):
-    """Where (T, k) choices of experts go: rows sorted by expert, and for each choice its row."""
+    """The rows of (T, k) choices of experts: sorted by expert, and for each choice the number of its row."""
 
     chosen: Tensor
     order: Tensor
@@ -65,7 +65,7 @@ class Routing(Rows):
 
     @property
     def checked(self) -> Tensor | tuple[int, ...]:
-        """The rows of each expert, for code on the host that refuses choices which are not among the experts."""
+        """The rows of each expert, for code on the host that refuses choices of unknown experts."""
         if not torch.compiler.is_dynamo_compiling():
             return self.splits
         strange = (self.chosen < 0) | (self.chosen >= self.experts)
@@ -84,7 +84,7 @@ class Routing(Rows):
         return counts
 
     def rows(self, x: Tensor) -> Tensor:
-        """(T, H) -> (T k, H), each token once for each of its experts. Its gradient sums over them."""
+        """(T, H) -> (T k, H): each token once for each of its experts. The gradient of a token sums over these."""
         return move(
             x,
             lambda tokens: tokens[self.order // self.choices],
@@ -146,8 +146,9 @@ class MoE(ModuleGroup):
     experts as codes and scales of `dispatch_format`. The default is the rowwise format that the recipe gives the input
     of `fc1`. Results return in x's dtype. Checkpoints number the experts of all ranks. No pickle holds the group.
 
-    With `ep_capacity` a rank sends each rank so many rows, its tokens and zeros behind them, and the host waits for no
-    count. Rows beyond are dropped: that expert adds nothing to its token. `top_k` times the most tokens drops none.
+    With `ep_capacity` a rank sends so many rows to each rank: its tokens, then zeros. The host waits for no count.
+    Further rows are dropped, and their experts add nothing to the token. A capacity of `top_k` times the most tokens of
+    a rank drops nothing.
     """
 
     def __init__(  # noqa: PLR0913 (the field's vocabulary)
@@ -212,7 +213,7 @@ class MoE(ModuleGroup):
         flat = x.reshape(-1, x.shape[-1])
         weights, index = self.router(flat)
         routing = Routing.of(index, self.num_experts)
-        is_ours = type(self.router) is Router  # the host looks at the choices of others, and refuses wrong ones
+        is_ours = type(self.router) is Router  # the host checks the choices of other routers
         rows = routing if is_ours else routing.checked
         tokens, ops = routing.rows(flat), (self.fc1, self.activation, self.fc2)
         if not self.fc1.all_gemms:
@@ -231,7 +232,7 @@ class MoE(ModuleGroup):
         return routing.combine(exchange.combine(y), weights).view(x.shape)
 
     def token_quantizer(self) -> Quantizer:
-        """What encodes tokens that are sent to their experts. UserError if it cannot."""
+        """The quantizer for tokens that are sent to their experts. UserError if it cannot encode them."""
         if self.dispatch_format is not None:
             return check_dispatch(Quantizer(self.dispatch_format), self.fc1.module_name)
         plan = self.fc1.plans.plan(active_recipe() or self.fc1.recipe)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ActivationStage(ProducerStage):
-    """x (*lead, K or 2K) -> (*lead, K); keeps x where a backward follows."""
+    """x (*lead, K or 2K) -> (*lead, K). Keeps x if a backward follows."""
 
     activation: Activation
     keeps: bool
@@ -45,7 +45,7 @@ class ActivationStage(ProducerStage):
         return self.activation.traced(x) if traced else self.activation.produced(x)
 
     def fused_gradient(self, dy: Tensor, x: Tensor) -> "FusedProducer | TracedProducer | None":
-        """The gradient, likewise."""
+        """The gradient, as a matrix that the cast kernel computes itself; None if it cannot."""
         traced = torch.compiler.is_dynamo_compiling()
         return self.activation.traced_gradient(dy, x) if traced else self.activation.produced_gradient(dy, x)
 
@@ -119,7 +119,7 @@ class ActivationOp(Op, nn.Module):
 class ScaledActivationOp(ActivationOp):
     """The activation `kind` times a scale of each row, a further input (*lead) such as the weights of a router.
 
-    The two halves of a gated one lie side by side: UserError for a `glu_interleave_size`.
+    The two halves of a gated activation lie side by side: UserError for a `glu_interleave_size`.
     """
 
     stage_type = ScaledActivationStage

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PlainStage(Stage):
-    """A stage in plain torch: `value` says what it computes, so that only `backward` is left to write."""
+    """A stage in plain torch: `value` is the forward, so that subclasses only add `backward`."""
 
     refusal, reads = "", (False,)
 
@@ -50,7 +50,7 @@ class ProducerStage(Stage):
     def fused_producer(self, x: Tensor, *operands: Tensor | None) -> "FusedProducer | TracedProducer | None":
         """The output as a matrix that the cast kernel, or an op of a graph, computes itself; None if it cannot.
 
-        After the operands may follow what the kernel saved before, so that nothing is measured again.
+        The operands may be followed by what the kernel saved before. Then nothing is measured again.
         """
         raise NotImplementedError
 

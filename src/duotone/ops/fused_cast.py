@@ -1,8 +1,8 @@
 """Fused casts: the cast kernel of a linear also computes its input (a norm or an activation) or its gradient.
 
-The values that are encoded are those that the producer would have written, rounded to its dtype. So results have the
-same bits, and the tensor in high precision between the two is saved. GELU and the norms on CUDA are the exception: a
-cast kernel may round their values next to a tie the other way (`kernels/activations.py`, `norms.py`).
+The encoded values are those that the producer would have written, rounded to its dtype. So results have the same bits,
+without the memory of the high-precision tensor between the two. GELU and the norms on CUDA are exceptions: a cast
+kernel may round their values the other way if they are next to a tie (`kernels/activations.py`, `norms.py`).
 """
 
 from collections.abc import Sequence
@@ -54,8 +54,8 @@ class CastForward(Pair):
     first: ProducerStage
     second: LinearStage
     lean: LinearStage | None = None
-    """With `recompute_columnwise`, the linear without the columnwise plane. Backward encodes that plane again from
-    what the producer saves."""
+    """With `recompute_columnwise`, the linear without the columnwise plane. Backward encodes that plane again, from the
+    tensors that the producer saves."""
 
     def run(self, x: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, Sequence[Saved], Sequence[Tensor]]:
         *of_producer, weight, bias, seed = operands
@@ -108,7 +108,7 @@ class CastBackward(Pair):
             like = self.second.activation.differentiate(dy, like)
             flat = as_matrix(like)
             planes = operand.encode(flat, seed)
-        del dy, producer  # the gradient that came in goes before the products need memory
+        del dy, producer  # frees the incoming gradient before the products need memory
         dx, *gradients = self.first.differentiate(flat, planes, like, of_linear, (True, *needs))
         return dx, tuple(gradients)
 
@@ -124,7 +124,7 @@ class NormBackward(Pair):
         self, dy: Tensor, saved: Sequence[Saved], needs: Needs, extra: Sequence[Tensor]
     ) -> tuple[Tensor | None, Gradients]:
         count, gradient = sum(self.first.arity), [dy]
-        del dy  # popped, so that the second can let go of it before its products need memory
+        del dy  # popped, so that the second can free it before its products need memory
         dx, of_second = self.second.run_backward(gradient.pop(), saved[1:], needs[count:], extra)
         assert dx is not None
         dx, *of_norm = self.first.backward_of_produced(dx, saved[0], (True, *needs[:count]))
@@ -132,7 +132,7 @@ class NormBackward(Pair):
 
 
 def _can_fuse(producer: ProducerStage, operand: OperandPlan) -> bool:
-    """Whether what the stage makes is encoded at once. A trace needs an op for it."""
+    """Whether the output of the stage is encoded at once. A trace needs an op for it."""
     traced = torch.compiler.is_dynamo_compiling()
     return operand.source is ENCODE_NOW and (not traced or (producer.fuses_in_graphs and operand.fuses_in_graphs))
 

@@ -29,8 +29,7 @@ Parameters = tuple[Tensor | None, Tensor | None]
 class NormStage(ProducerStage):
     """x (*lead, K), gamma (K,) or None, beta (K,) or None -> (*lead, K) in x's dtype.
 
-    `zero_centered` means that gamma stands for 1 + gamma, which is then taken in fp32. `keeps` says whether a backward
-    follows.
+    With `zero_centered` gamma stands for 1 + gamma, which is computed in fp32. `keeps` says whether a backward follows.
     """
 
     kernel: LayerNormKernel | RMSNormKernel | L2Kernel

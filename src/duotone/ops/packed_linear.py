@@ -1,4 +1,4 @@
-"""PackedLinear: linears that read one input, as one linear whose weight is theirs one below the other."""
+"""PackedLinear: several linears with one input, as one linear. Its weight is their weights, one below the other."""
 
 from collections.abc import Sequence
 
@@ -65,12 +65,12 @@ class PackedLinear(Op):
         return self.linears[0].operands(stage, info, extra, weight, bias)
 
     def split(self, y: Tensor) -> Sequence[Tensor]:
-        """The output of each linear: copies, since one that is kept for backward must not hold the others in memory."""
+        """The output of each linear. They are copies: one that is saved for backward must not keep the others alive."""
         sizes = [linear.weight.shape[0] for linear in self.linears]
         return torch.split_with_sizes_copy(y, sizes, -1)  # type: ignore[no-any-return]
 
     def why_apart(self, recipe: Recipe | None) -> str:
-        """Why linears that can be in a pipeline run one by one, or "". `recipe` stands for an enclosing autocast."""
+        """Why linears that can be in a pipeline run one by one, or "". `recipe` is that of an enclosing autocast."""
         return why_not_packed(self) or why_apart(
             [linear.plans.plan(recipe or linear.recipe) for linear in self.linears]
         )
@@ -150,7 +150,7 @@ PLAIN = (nn.Parameter, Tensor)
 
 
 def is_dense(tensor: object) -> bool:
-    """Whether a tensor is none of a subclass. In a program of torch.export fake ones stand for those of the model."""
+    """Whether a tensor is of no subclass. In a program of torch.export, fake tensors stand for those of the model."""
     return type(tensor) in PLAIN or (torch.compiler._is_exporting_flag and type(tensor) is FakeTensor)
 
 

@@ -1,4 +1,4 @@
-"""Sequential: modules one after the other, of which neighbouring ops run as one pipeline."""
+"""Sequential: modules in a row. Neighbouring ops run as one pipeline."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ NOTHING: Mapping[int, Keywords] = {}
 
 
 class RunsOps(KnownRoles):
-    """Mixed in before an nn.Module that runs ops as pipelines, which calls none of them as a module."""
+    """Mixed in before an nn.Module that runs ops as pipelines, and so does not call them as modules."""
 
     def _slow_forward(self, *inputs: object, **options: object) -> object:
         """The forward that nn.Module takes while torch.jit.trace records."""
@@ -32,9 +32,9 @@ class RunsOps(KnownRoles):
 class Sequential(RunsOps, nn.Sequential):
     """nn.Sequential whose ops run as pipelines; other modules, and ops with hooks, are called by themselves.
 
-    Further inputs of a call go to the ops that take some, in order, but for those that take a channel. Further outputs
-    follow the output. A first microbatch is passed on to every module of Duotone. `op_kwargs` are keyword arguments of
-    single modules, by the module or by its index.
+    Further inputs of a call go, in order, to the ops that take further inputs, except those that take a channel.
+    Further outputs follow the output. `is_first_microbatch` is passed on to every module of Duotone. `op_kwargs` are
+    keyword arguments of single modules, by the module or by its index.
     """
 
     takes_first_microbatch = True
@@ -103,7 +103,7 @@ def run_modules(
 
 
 def _keywords(modules: Sequence[Member | None], op_kwargs: object) -> dict[int, Keywords]:
-    """`op_kwargs` by index. UserError for an unknown module, and for what a module's forward does not take."""
+    """`op_kwargs` by index. UserError for an unknown module, and for an argument that its forward does not take."""
     if not isinstance(op_kwargs, Mapping):
         raise UserError(f"op_kwargs is a dict of modules, or their indices, to dicts; got {type(op_kwargs).__name__}")
     keywords: dict[int, Keywords] = {}
@@ -136,7 +136,7 @@ def _parts(
 ) -> list[list[Op] | tuple[nn.Module, Keywords]]:
     """Lists of neighbouring ops, and modules that run alone with their keyword arguments.
 
-    A channel ends a list where the next op takes what an op of that list gives.
+    A channel ends a list: the next op takes the output of an op of that list.
     """
     parts: list[list[Op] | tuple[nn.Module, Keywords]] = []
     for i, module in enumerate(modules):
@@ -153,12 +153,12 @@ def _parts(
 
 
 def is_plain(*modules: object) -> bool:
-    """Whether modules are ops without hooks, whose stages say all that they do."""
+    """Whether modules are ops without hooks, so that their stages do everything that they do."""
     return all(isinstance(module, Op) and isinstance(module, nn.Module) and not is_hooked(module) for module in modules)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a module has hooks that want to see its calls; hooks with `watches` take a step as it is."""
+    """Whether a module has hooks that need its calls. Hooks with `watches` do not."""
     if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
         return False
     every = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks

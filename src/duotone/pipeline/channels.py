@@ -19,7 +19,7 @@ class Channels:
     """How many further outputs a call gives."""
 
     def set_extra_input_channel(self, index: int, channel: str | None) -> None:
-        """Take a further input from the op that gives `channel` in place of the caller; None is the caller again."""
+        """Take a further input from the op that gives `channel`, instead of from the caller; None: from the caller."""
         _bind(self, INPUTS, self.extra_inputs, index, channel, channel)
 
     def set_extra_output_channel(self, index: int, channel: str | None, *, output_to_caller: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""offload_activations: what forward saves for backward waits in pinned memory of the host."""
+"""offload_activations: tensors that forward saves for backward wait in pinned memory of the host."""
 
 import weakref
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from duotone.errors import UserError
 from duotone.tensor import QuantizedTensor
 
 SMALLEST = 1 << 16
-"""Bytes below which a tensor stays on the device, as scales do."""
+"""Tensors of fewer bytes stay on the device, such as scales."""
 
 
 class Copy:
-    """A saved tensor: on the host, and on the device again once backward comes near."""
+    """A saved tensor: on the host, and on the device again shortly before backward needs it."""
 
     def __init__(self, tensor: Tensor, side: torch.cuda.Stream, before: "Copy | None") -> None:
         """`side` is the stream of all copies, `before` the copy that forward made before this one."""
@@ -53,7 +53,7 @@ class Copy:
 
 
 class OnDevice(NamedTuple):
-    """A saved tensor that stays where it is, and its version, which torch does not check under hooks."""
+    """A saved tensor that stays on its device, and its version, which torch does not check under hooks."""
 
     tensor: Tensor
     version: int
@@ -62,9 +62,9 @@ class OnDevice(NamedTuple):
 class offload_activations(torch.autograd.graph.saved_tensors_hooks):
     """In this region what forward saves for backward is copied to pinned memory, beside the computation.
 
-    Backward copies it back, `ahead` tensors before it asks. Planes are saved as codes and scales, so a quantized
-    operand costs its bytes in its format. What stays on the device: the parameters and buffers of `model`, tensors on
-    a CPU, sparse ones, and those of fewer than `smallest` bytes. Bits do not change.
+    Backward copies each one back `ahead` tensors before it needs it. Planes are saved as codes and scales, so a
+    quantized operand costs the bytes of its format. The parameters and buffers of `model`, tensors on a CPU, sparse
+    tensors, and those of fewer than `smallest` bytes are not copied. Bits do not change.
 
     Raises UserError for a `model` that is no module, and for an `ahead` or a `smallest` that is not an integer of at
     least 0. Backward raises RuntimeError if a tensor that stayed was changed in place since.

@@ -13,7 +13,7 @@ Rule = Callable[[Stages], Stages]
 
 
 class Registry:
-    """The rules by pass. `version` counts changes, so that rewritten tuples are made anew."""
+    """The rules by pass. `version` counts changes, so that tuples are rewritten again."""
 
     def __init__(self) -> None:
         self.rules: dict[str, list[Rule]] = {"both": [], "forward": [], "backward": []}

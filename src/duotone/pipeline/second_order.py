@@ -20,7 +20,8 @@ def second_order(stages: Stages, name: str) -> "Exact | Refused":
 
 class Exact:
     """Stages in high precision. A backward under `create_graph` replays them in operations of torch, which autograd
-    differentiates any number of times; an ordinary one only holds what that reads, which mostly is held anyway."""
+    differentiates any number of times. An ordinary backward only keeps the inputs of the replay, which are mostly saved
+    anyway."""
 
     marks = False
     """Whether the last output is its own."""
@@ -28,10 +29,10 @@ class Exact:
     def __init__(self, stages: Stages) -> None:
         self.stages = stages
         self.reads = _read_values(stages)
-        """Which of x and the operands decide gradients by their values; of the others, the shape is saved."""
+        """Which of x and the operands decide gradients by their values. Only the shapes of the others are saved."""
 
     def save(self, x: Tensor, operands: tuple[object, ...], outputs: list[Tensor]) -> Saved:
-        """What a second backward needs besides what the stages saved; or it is added to the outputs."""
+        """The tensors that a second backward needs besides those of the stages. Some are added to the outputs."""
         saved: list[object] = []
         for value, reads in zip((x, *operands), self.reads, strict=True):
             if isinstance(value, Tensor):
@@ -41,7 +42,7 @@ class Exact:
         return tuple(saved)
 
     def differentiate(self, ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Gradients:
-        """What `PipelineFunction.backward` gives, with a graph."""
+        """The gradients of `PipelineFunction.backward`, with a graph."""
         *saved, packed = unpack(ctx.shells, ctx.saved_tensors)
         needs = ctx.needs_input_grad[2:]
         pairs = zip(packed, needs, strict=True)
@@ -69,14 +70,14 @@ class Exact:
         """Raises nothing: torch.func and forward-mode AD go through."""
 
     def transformed(self, forward: Stages, backward: Backward, x: Tensor, *operands: object) -> Outputs:
-        """What the pipeline gives under such a transform; called as `PipelineFunction.apply` is."""
+        """The outputs of the pipeline under such a transform. Takes the arguments of `PipelineFunction.apply`."""
         plain = [t.dequantize(x.dtype) if isinstance(t, QuantizedTensor) else t for t in operands]
         y, *extra = self.run(x, plain, [None] * len(self.stages))
         return (y, *extra) if extra else y
 
 
 def _read_values(stages: tuple[Stage, ...]) -> tuple[bool, ...]:
-    """For x and each operand, whether a gradient depends on its value: its stage says so, or reads it further on."""
+    """For x and each operand, whether a gradient depends on its value, in its stage or in a later one."""
     values: list[bool] = []
     later = False
     for stage in reversed(stages):
@@ -87,7 +88,7 @@ def _read_values(stages: tuple[Stage, ...]) -> tuple[bool, ...]:
 
 
 def _input(value: Any, need: bool, like: Tensor) -> Any:
-    """A saved input as a tensor apart from all others that stand for the same, so that gradients stay apart too."""
+    """A saved input as a separate tensor, even if another one stands for the same, so that gradients stay separate."""
     if isinstance(value, Tensor):
         plain = value.dequantize(like.dtype) if isinstance(value, QuantizedTensor) else value
         return plain.view_as(plain) if need else plain

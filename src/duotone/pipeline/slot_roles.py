@@ -1,4 +1,4 @@
-"""Roles of the slots of a module, and who consumes what crosses its boundaries."""
+"""Roles of the slots of a module, and the consumers of the tensors that cross its boundaries."""
 
 from torch import nn
 
@@ -89,7 +89,7 @@ class BoundaryRoles:
         return output or self._roles[0], gradient or self._roles[1]
 
     def tell(self, recipe: str, output: Role = None, gradient: Role = None) -> None:
-        """Who consumes the output and the gradient of the input under a recipe, which is that of the next call."""
+        """Set the consumers of the output and of the gradient of the input under a recipe, that of the next call."""
         roles = self.consumers.shown = output, gradient
         if self.consumers.by_recipe.get(recipe, NOBODY) != roles:
             drop_dead(self.consumers.by_recipe)

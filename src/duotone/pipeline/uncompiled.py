@@ -1,6 +1,6 @@
-"""Calls with DTensors, which torch.compile runs as they are.
+"""Calls with DTensors, which torch.compile leaves uncompiled.
 
-This module is imported only if something is compiled: making the function imports all of Dynamo.
+This module is imported only if something is compiled: to create the function imports all of Dynamo.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""What mutates: the autocast stack, delayed-scaling states, and the seeds of stochastic rounding."""
+"""Mutable state: the autocast stack, delayed-scaling states, and the seeds of stochastic rounding."""
 
 from duotone.state.autocast_context import autocast
 from duotone.state.parameters import quantized_model_init

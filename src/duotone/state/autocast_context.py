@@ -96,7 +96,7 @@ class autocast(RegionManager[AutocastRegion]):
 
 
 def _group_name(group: object) -> str:
-    """The name of a process group, given as such or by its name. UserError if this process has no such group."""
+    """The name of a process group, from the group or its name. UserError if this process has no such group."""
     if group is None:
         return ""
     name = group if isinstance(group, str) else getattr(group, "group_name", None)

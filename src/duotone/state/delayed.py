@@ -30,7 +30,7 @@ class Scales:
 
 
 class Step:
-    """What a state remembers from a forward for its recompute. No attributes of a module, which are slow to set."""
+    """What a state remembers from a forward for its recompute. Attributes of a module would be slow to set."""
 
     before: Scales | None = None
     """The scales before the newest roll, while a recompute may ask for them."""
@@ -103,10 +103,10 @@ class DelayedState(nn.Module):
     def new(self) -> set[int]:
         """The slots that take their scale from their first tensor; none without `first_scale_from_amax`.
 
-        It may name slots that have a scale by now, which they keep: only `rolling.settle` looks at the device.
+        It may contain slots that have a scale by now, and keep it: only `rolling.settle` looks at the device.
         """
         asks = self.history.first_scale_from_amax
-        if self._new is None and asks and is_capturing():  # nobody may look now
+        if self._new is None and asks and is_capturing():  # the host may not look at the device now
             return set(range(self.scale.numel()))
         if self._new is None:
             flags = history.is_new(self.amax_history, self.scale).tolist() if asks else []

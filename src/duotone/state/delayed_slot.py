@@ -104,7 +104,7 @@ class DelayedSlot(Slot):
         return scales[self.index : self.index + 1]
 
     def fixed(self) -> Slot:
-        """The slot with the scale of now; itself in compiled code and under fake tensors, where the op recomputes."""
+        """The slot with its present scale. In compiled code and under fake tensors itself: there the op recomputes."""
         if torch.compiler.is_dynamo_compiling() or is_faking():
             return self
         state = self.owner or state_of(self.state)
@@ -142,7 +142,7 @@ class DelayedSlot(Slot):
 
 @dataclass(frozen=True, eq=False)
 class FixedSlot(Slot):
-    """The scale that a slot had at one time, whatever its state has done since."""
+    """The scale that a slot had at one time, independent of later steps of its state."""
 
     state: DelayedState
     scales: Scales
