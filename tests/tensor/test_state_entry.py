@@ -65,3 +65,14 @@ def test_weights_of_experts_and_tied_ones_are_saved_under_each_name(tmp_path) ->
     weights = {name: w.dequantize() for name, w in model.state_dict().items() if "weight" in name}
     assert weights.keys() == {"a.weight", "b.weight", "e.weight0", "e.weight1"}
     assert all(torch.equal(saved[name], values) for name, values in weights.items())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_plain_weights_that_a_load_assigns_are_told(device: str) -> None:
+    """torch's `set_model_state_dict` assigns to a model on meta without being asked."""
+    with torch.device(device), duotone.quantized_model_init(recipe=recipes.load("fp8-delayed")):
+        layer = duotone.Linear(32, 32, bias=False)
+    values = torch.full((32, 32), 0.5)
+    with pytest.warns(UserWarning, match="assign=True put plain weights in place of quantized ones"):
+        layer.load_state_dict({**layer.state_dict(), "weight": values}, assign=True)
+    assert torch.equal(layer.weight, values)

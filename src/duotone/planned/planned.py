@@ -233,10 +233,8 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         quantized = self.weight_held
         super()._load_from_state_dict(state_dict, prefix, *args)
         if quantized is not None and self.weight_held is None:
-            remedy = "load without assign into a model with memory (to_empty), which encodes what it loads"
-            warnings.warn(
-                f"a load with assign=True put plain weights in place of quantized ones; {remedy}", stacklevel=2
-            )
+            text = "a load with assign=True put plain weights in place of quantized ones"
+            warnings.warn(f"{text}; load without it into a model with memory (to_empty) to encode them", stacklevel=2)
         send_planes(self)
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
