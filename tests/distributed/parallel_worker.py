@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from checks import check, same
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import duotone
@@ -424,6 +426,20 @@ def ddp_gives_all_ranks_the_planes_of_the_first(folder: Path) -> None:
                 first = values.view(torch.uint8).clone()
                 dist.broadcast(first, 0)
                 same(values.view(torch.uint8), first, f"{name}, {direction} {part}")
+
+
+@check
+def gradients_that_autograd_does_not_get_are_told(folder: Path) -> None:
+    """Nothing would reduce them over the ranks."""
+    for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
+        m = nn.Sequential(duotone.Linear(WIDE, WIDE, **{option: True}))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            nn.parallel.DistributedDataParallel(m)
+        assert any("reduces no gradient in main_grad" in str(each.message) for each in told), told
+        with contextlib.suppress(UserError):
+            fully_shard(m, mesh=checks.mesh())
+            raise AssertionError(f"FSDP2 went on with {option}")
 
 
 @check

@@ -1,5 +1,6 @@
 """Ranks that follow the same recipes. They are compared on request, and when DistributedDataParallel takes a model."""
 
+import warnings
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch.distributed as dist
@@ -56,6 +57,9 @@ class WrappedModels:
         if is_constructed or not planned:
             return
         require_same_recipes(model, wrapper.process_group)
+        if any(module.fuse_wgrad_accumulation or module.delay_wgrad_compute for module in planned):
+            text = "DistributedDataParallel reduces no gradient in main_grad or of backward_dw; reduce them yourself"
+            warnings.warn(f"{text}, as in register_wgrad_accumulation_and_reduce_hooks", stacklevel=4)
         # What it broadcasts next is written to quantized weights under these scales.
         quantized = [module for module in planned if module.weight_held and any(module.weight_held.delayed)]
         for buffer in (buffer for module in quantized for buffer in module.get_submodule(FORWARD_STATE).buffers()):

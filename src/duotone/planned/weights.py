@@ -240,6 +240,15 @@ def _require_same_recipe(module: "Planned") -> None:
         require_same(names, torch.device(device), group, unlike)
 
 
+def _require_gradients(module: "Planned") -> None:
+    """UserError if autograd does not get the gradients of a module's shards, which FSDP2 reduces in its backward."""
+    if (module.fuse_wgrad_accumulation or module.delay_wgrad_compute) and any(map(is_distributed, module.parameters())):
+        raise UserError(
+            f"{module.module_name}: FSDP2 reduces gradients when backward ends, and does not see those in main_grad or "
+            "of backward_dw; leave fuse_wgrad_accumulation and delay_wgrad_compute out"
+        )
+
+
 def lacks_rowwise(weight: Tensor) -> bool:
     """Whether FSDP2 has gathered another plane of the weight alone. Guards of graphs ask, too."""
     return isinstance(weight, QuantizedTensor) and weight.gathers is not None and not weight.gathers.valid.rowwise
@@ -282,6 +291,7 @@ class ShardedParameters:
         """As nn.Module. FSDP2 calls it directly after it has replaced a parameter by its shard."""
         tell_shards(self._parameters.values())  # first: shards that it refuses would leave other ranks waiting
         _require_same_recipe(self)  # type: ignore[arg-type]
+        _require_gradients(self)  # type: ignore[arg-type]
         send_planes(self)  # type: ignore[arg-type]
         return super().register_load_state_dict_post_hook(hook)  # type: ignore[misc]
 
