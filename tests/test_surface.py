@@ -88,7 +88,7 @@ def test_every_package_lists_what_it_offers(name: str) -> None:
 @pytest.mark.parametrize("name", PACKAGES)
 def test_no_public_function_has_the_name_of_a_module_beside_it(name: str) -> None:
     module = package(name)
-    beside = {found.name for found in pkgutil.iter_modules(module.__path__)}
+    beside = {result.name for result in pkgutil.iter_modules(module.__path__)}
     assert not {public for public in module.__all__ if callable(getattr(module, public))} & beside
 
 

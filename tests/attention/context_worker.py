@@ -241,8 +241,8 @@ def packed_tokens_are_turned_by_their_places(folder: Path) -> None:
     ring._cp_options.enable_load_balance = True
     options = {"attn_mask_type": "padding_causal", "qkv_format": "thd", "attention_dropout": 0.0, "bias": False}
     m = MultiheadAttention(WIDTH, HEADS, recipe=ONLY_HEADS, params_dtype=DTYPE, **options)
-    given = {"cu_seqlens_q": torch.tensor([0, 13, TOKENS - 7]), "rotary_pos_emb": torch.rand(TOKENS, 64)}
-    compare(m, [torch.randn(TOKENS, WIDTH, dtype=DTYPE)], "packed", BOUND, given)
+    keywords = {"cu_seqlens_q": torch.tensor([0, 13, TOKENS - 7]), "rotary_pos_emb": torch.rand(TOKENS, 64)}
+    compare(m, [torch.randn(TOKENS, WIDTH, dtype=DTYPE)], "packed", BOUND, keywords)
 
 
 @check

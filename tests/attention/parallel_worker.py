@@ -77,10 +77,10 @@ def shards_give_the_whole_module(folder: Path) -> None:
 @check
 def a_norm_before_a_column_parallel_linear_gives_the_whole_one(folder: Path) -> None:
     for recipe, sequence in itertools.product(BOUNDS, (False, True)):
-        given = {"recipe": recipes.load(recipe), "params_dtype": torch.float32}
-        whole = duotone.LayerNormLinear(128, 256, **given)
+        options = {"recipe": recipes.load(recipe), "params_dtype": torch.float32}
+        whole = duotone.LayerNormLinear(128, 256, **options)
         split = {"parallel_mode": "column", "tp_group": dist.group.WORLD, "sequence_parallel": sequence}
-        part = duotone.LayerNormLinear(128, 256, **given, **split)
+        part = duotone.LayerNormLinear(128, 256, **options, **split)
         is_cut = {"weight", "bias"}
         part.load_state_dict({key: mine(t, 0) if key in is_cut else t for key, t in whole.state_dict().items()})
         x, dy = torch.randn(128, 128, requires_grad=True), torch.randn(128, 256)

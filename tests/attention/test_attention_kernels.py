@@ -148,7 +148,7 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_windows_and_masks_run_in_kernels_as_by_blocks_of_keys(kernel, monkeypatch, name, recipe) -> None:
     """The kernels read which keys each query sees from two numbers or from a mask."""
-    options, given = MASKS[name]
+    options, inputs = MASKS[name]
     lead = (80,) if name == "packed" else (2, 40)
     x = [torch.randn(*lead, heads, 64) for heads in (4, 2, 2)]
     results = []
@@ -158,7 +158,7 @@ def test_windows_and_masks_run_in_kernels_as_by_blocks_of_keys(kernel, monkeypat
             4, 64, num_gqa_groups=2, name="a", recipe=recipe, **{"qkv_format": "bshd", **options}
         )
         leaves = [t.clone().requires_grad_() for t in x]
-        y = core(*leaves, **given)
+        y = core(*leaves, **inputs)
         y.backward(torch.ones_like(y))
         results.append([y.detach(), *(t.grad for t in leaves)])
     assert kernel == ["attend", "differentiate"]

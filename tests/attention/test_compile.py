@@ -23,21 +23,21 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def step(run, module: nn.Module, *inputs: Tensor, **given) -> list[Tensor]:
+def step(run, module: nn.Module, *inputs: Tensor, **options) -> list[Tensor]:
     module.zero_grad()
     leaves = [x.clone().requires_grad_() for x in inputs]
-    y = run(*leaves, **given)
+    y = run(*leaves, **options)
     y.backward(torch.ones_like(y))
     return [y.detach(), *(x.grad for x in leaves), *(p.grad.clone() for p in module.parameters())]
 
 
-def compare(eager: nn.Module, *inputs: Tensor, **given) -> None:
+def compare(eager: nn.Module, *inputs: Tensor, **options) -> None:
     compiled = copy.deepcopy(eager)
     counter = CompileCounterWithBackend("aot_eager")
     run = torch.compile(compiled, fullgraph=True, backend=counter)
     for _ in range(2):
         for ours, theirs in zip(
-            step(run, compiled, *inputs, **given), step(eager, eager, *inputs, **given), strict=True
+            step(run, compiled, *inputs, **options), step(eager, eager, *inputs, **options), strict=True
         ):
             assert torch.equal(ours, theirs)
     assert counter.frame_count == 1
@@ -46,27 +46,27 @@ def compare(eager: nn.Module, *inputs: Tensor, **given) -> None:
 @pytest.mark.parametrize(("kind", "lengths"), [("causal", False), ("padding_causal", True)])
 def test_dot_product_attention(kind, lengths) -> None:
     core = DotProductAttention(4, 8, num_gqa_groups=2, attn_mask_type=kind, window_size=(2, 0), qkv_format="bshd")
-    given = {"cu_seqlens_q": torch.tensor([0, 3, 8])} if lengths else {}
-    compare(core, torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 8), **given)
+    options = {"cu_seqlens_q": torch.tensor([0, 3, 8])} if lengths else {}
+    compare(core, torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 8), **options)
 
 
 @pytest.mark.parametrize(("name", "norm"), [("mxfp8", "RMSNorm"), ("fp8-delayed", None)])
 def test_multihead_attention(name, norm) -> None:
-    given = {"input_layernorm": norm is not None, "qk_norm_type": norm, "recipe": recipes.load(name)}
-    module = MultiheadAttention(32, 4, attention_dropout=0.0, fuse_qkv_params=True, name="a", **given)
+    options = {"input_layernorm": norm is not None, "qk_norm_type": norm, "recipe": recipes.load(name)}
+    module = MultiheadAttention(32, 4, attention_dropout=0.0, fuse_qkv_params=True, name="a", **options)
     compare(module, torch.randn(5, 2, 32), rotary_pos_emb=RotaryPositionEmbedding(8)(5))
 
 
 def test_packed_multihead_attention() -> None:
-    given = {"attn_mask_type": "padding_causal", "qkv_format": "thd", "attention_dropout": 0.0}
-    module = MultiheadAttention(32, 4, fuse_qkv_params=True, **given)
+    options = {"attn_mask_type": "padding_causal", "qkv_format": "thd", "attention_dropout": 0.0}
+    module = MultiheadAttention(32, 4, fuse_qkv_params=True, **options)
     cu = torch.tensor([0, 3, 7])
     compare(module, torch.randn(7, 32), rotary_pos_emb=RotaryPositionEmbedding(8)(7), cu_seqlens_q=cu)
 
 
 def test_a_whole_layer() -> None:
-    given = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True}
-    compare(TransformerLayer(32, 48, 4, activation="swiglu", **given), torch.randn(5, 2, 32))
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True}
+    compare(TransformerLayer(32, 48, 4, activation="swiglu", **options), torch.randn(5, 2, 32))
 
 
 class Nested(nn.Module):

@@ -13,14 +13,14 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 EDGES = torch.tensor([0, 40, 40, 128])
 
 
-def both(module, inputs: list[Tensor], **given) -> list[list[Tensor]]:
+def both(module, inputs: list[Tensor], **options) -> list[list[Tensor]]:
     """Output and gradients in fp32 on the CPU, and in the inputs' dtype on the GPU."""
     results = []
     for device in ("cpu", "cuda"):
         own = copy.deepcopy(module).to(device)
         own = own.float() if device == "cpu" else own
         leaves = [(x.float() if device == "cpu" else x).to(device, copy=True).requires_grad_() for x in inputs]
-        there = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in given.items()}
+        there = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in options.items()}
         out = own(*leaves, **there)
         out.float().square().sum().backward()
         results.append([out, *(x.grad for x in leaves)])
@@ -61,8 +61,8 @@ def test_packed_sequences() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_whole_layer(compiled) -> None:
-    given = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True, "qk_norm_type": "RMSNorm"}
-    layer = TransformerLayer(256, 512, 4, recipe=recipes.load("fp8-current"), params_dtype=torch.bfloat16, **given)
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True, "qk_norm_type": "RMSNorm"}
+    layer = TransformerLayer(256, 512, 4, recipe=recipes.load("fp8-current"), params_dtype=torch.bfloat16, **options)
     x, angles = torch.randn(64, 2, 256).bfloat16(), RotaryPositionEmbedding(64)(64)
     results = both(layer, [x], rotary_pos_emb=angles)
     if compiled:

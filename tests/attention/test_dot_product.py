@@ -33,8 +33,8 @@ def heads(tokens: int = QUERIES, count: int = HEADS, width: int = WIDTH) -> Tens
     return torch.randn(BATCH, tokens, count, width)
 
 
-def module(**given) -> DotProductAttention:
-    return DotProductAttention(HEADS, WIDTH, qkv_format="bshd", **given)
+def module(**options) -> DotProductAttention:
+    return DotProductAttention(HEADS, WIDTH, qkv_format="bshd", **options)
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
@@ -130,12 +130,12 @@ def edges(lengths: tuple[int, ...]) -> Tensor:
 def test_padding_is_neither_seen_nor_sees(name, window, inside, by) -> None:
     query, key, value = (heads().requires_grad_() for _ in range(3))
     mask = padding(LENGTHS, QUERIES)
-    given = {
+    options = {
         "mask": {"attention_mask": mask},
         "mask of four axes": {"attention_mask": mask[:, None, None]},
         "lengths": {"cu_seqlens_q": edges(LENGTHS)},
     }[by]
-    out = module(attn_mask_type=name, window_size=window)(query, key, value, **given)
+    out = module(attn_mask_type=name, window_size=window)(query, key, value, **options)
 
     def seen(b, i, j):
         return i < LENGTHS[b] and j < LENGTHS[b] and inside(i, j)
@@ -161,8 +161,8 @@ def test_queries_and_keys_may_be_padded_differently() -> None:
     lengths = ((3, 7), (9, 5))
     masks = (padding(lengths[0], 7), padding(lengths[1], 9))
     by_mask = module(attn_mask_type="padding")(query, key, value, masks)
-    given = {"cu_seqlens_q": edges(lengths[0]), "cu_seqlens_kv": edges(lengths[1])}
-    by_length = module(attn_mask_type="padding")(query, key, value, **given)
+    options = {"cu_seqlens_q": edges(lengths[0]), "cu_seqlens_kv": edges(lengths[1])}
+    by_length = module(attn_mask_type="padding")(query, key, value, **options)
     expected = reference(query, key, value, lambda b, i, j: i < lengths[0][b] and j < lengths[1][b])
     torch.testing.assert_close(by_mask.double(), expected, **CLOSE)
     assert torch.equal(by_mask, by_length)
@@ -325,7 +325,7 @@ def test_a_wrong_call_is_one_line(changed, given, message) -> None:
 def test_packed_sequences_need_their_edges_and_no_mask() -> None:
     packed = [torch.randn(7, 4, 8) for _ in range(3)]
     attention = DotProductAttention(HEADS, WIDTH, qkv_format="thd")
-    for given, message in (
+    for inputs, message in (
         ({}, "need cu_seqlens"),
         ({"cu_seqlens_q": edges((3, 4)), "cu_seqlens_kv": edges((7,))}, "of equal lengths; got 3 and 2"),
         ({"cu_seqlens_q": edges((3, 5))}, "got [0, 3, 8] for 7 tokens"),
@@ -333,7 +333,7 @@ def test_packed_sequences_need_their_edges_and_no_mask() -> None:
         ({"cu_seqlens_q": edges((3, 4)), "attn_mask_type": "arbitrary"}, "takes no packed sequences"),
     ):
         with pytest.raises(UserError) as error:
-            attention(*packed, **given)
+            attention(*packed, **inputs)
         assert message in str(error.value) and "\n" not in str(error.value)
 
 

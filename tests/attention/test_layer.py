@@ -16,10 +16,10 @@ BATCH, TOKENS, HIDDEN, HEADS, FFN = 2, 6, 32, 4, 48
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
-def made(**given) -> TransformerLayer:
+def made(**options) -> TransformerLayer:
     """Small, without dropout, with biases and norms that are not neutral."""
     plain = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "attn_input_format": "bshd", "fuse_qkv_params": True}
-    layer = TransformerLayer(HIDDEN, FFN, HEADS, **{**plain, "qkv_weight_interleaved": False, **given})
+    layer = TransformerLayer(HIDDEN, FFN, HEADS, **{**plain, "qkv_weight_interleaved": False, **options})
     with torch.no_grad():
         for parameter in layer.parameters():
             if parameter.dim() == 1:
@@ -196,8 +196,8 @@ def test_drop_path_drops_branches_of_whole_samples_and_scales_the_rest(layout) -
 
 
 def test_the_state_dict_and_copies_go_round() -> None:
-    given = {"layer_type": "decoder", "output_layernorm": True, "qk_norm_type": "RMSNorm", "fuse_qkv_params": False}
-    layer, other = made(**given), made(**given)
+    options = {"layer_type": "decoder", "output_layernorm": True, "qk_norm_type": "RMSNorm", "fuse_qkv_params": False}
+    layer, other = made(**options), made(**options)
     other.load_state_dict(layer.state_dict())
     x, encoder = states(), states()
     expected = layer(x, encoder_output=encoder)
@@ -246,9 +246,9 @@ def test_a_wrong_argument_is_one_line(given, message) -> None:
 
 
 def test_an_encoders_output_is_for_decoders_alone() -> None:
-    for kind, given in (("encoder", {"encoder_output": states()}), ("decoder", {})):
+    for kind, inputs in (("encoder", {"encoder_output": states()}), ("decoder", {})):
         with pytest.raises(UserError, match="encoder_output is for layer_type 'decoder'"):
-            made(layer_type=kind)(states(), **given)
+            made(layer_type=kind)(states(), **inputs)
 
 
 def test_a_mask_that_does_not_fit_moves_no_seed() -> None:

@@ -172,9 +172,9 @@ def oracle(case: Case, recipe: Recipe, x: list[Tensor]) -> list[Tensor]:
     out = torch.where(total == 0, 0, out / total).to(case.dtype)
     lse = torch.where(total == 0, 0, top + total.log())
     p = (scores - lse).exp()
-    kept = rounded(out, E4M3, dtype=case.dtype)
+    saved = rounded(out, E4M3, dtype=case.dtype)
     dp = many["g"] @ many["v"].mT
-    ds = p * (dp - (many["g"] * kept).sum(-1, keepdim=True))
+    ds = p * (dp - (many["g"] * saved).sum(-1, keepdim=True))
     tile = 128 if formats.get(names["dp", "rowwise"]).block == formats.get(E4M3).block else None
     dq, dk, dv = (torch.zeros_like(many[key]) for key in ("q", "k", "v"))
     for start in reversed(range(0, case.keys, 128)):

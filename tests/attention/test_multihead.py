@@ -17,10 +17,10 @@ BATCH, TOKENS, HIDDEN, HEADS, GROUPS, WIDTH = 2, 6, 32, 4, 2, 8
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
-def made(**given) -> MultiheadAttention:
+def made(**options) -> MultiheadAttention:
     """Small, in eval of dropout, with biases and norms that are not neutral."""
     plain = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "attention_dropout": 0.0, "qkv_format": "bshd"}
-    module = MultiheadAttention(**{**plain, **given})
+    module = MultiheadAttention(**{**plain, **options})
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.dim() == 1:
@@ -72,8 +72,8 @@ Q, K, V = slice(0, HEADS * WIDTH), slice(HEADS * WIDTH, (HEADS + 2) * WIDTH), sl
 @pytest.mark.parametrize("kind", [None, "LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_self_attention_equals_the_reference_with_gradients(fused, kind) -> None:
-    given = {"input_layernorm": True, "normalization": kind} if kind else {}
-    module = made(num_gqa_groups=GROUPS, fuse_qkv_params=fused, qkv_weight_interleaved=False, **given)
+    options = {"input_layernorm": True, "normalization": kind} if kind else {}
+    module = made(num_gqa_groups=GROUPS, fuse_qkv_params=fused, qkv_weight_interleaved=False, **options)
     x = states().requires_grad_()
     linear = module.layernorm_qkv if kind else module.qkv
     assert hasattr(module, "layernorm_qkv") == bool(kind) and hasattr(module, "qkv") != bool(kind)
@@ -176,7 +176,7 @@ def test_heads_are_turned_and_normed_in_the_order_asked(kind, before, rotary) ->
     module = made(num_gqa_groups=GROUPS, qk_norm_type=kind, qk_norm_eps=1e-3, qk_norm_before_rope=before)
     angles = RotaryPositionEmbedding(WIDTH)(TOKENS + 3)
     other = angles * (0.5 if rotary == "pair" else 1.0)
-    given = {
+    options = {
         "none": None,
         "angles": angles,
         "tables": Rotation(angles.cos(), angles.sin()),
@@ -193,7 +193,7 @@ def test_heads_are_turned_and_normed_in_the_order_asked(kind, before, rotary) ->
             head = step(head)
         heads.append(head.flatten(2))
     expected = project(module.proj, attend(*heads, parts[2]), slice(None))
-    torch.testing.assert_close(module(x, rotary_pos_emb=given).double(), expected, **CLOSE)
+    torch.testing.assert_close(module(x, rotary_pos_emb=options).double(), expected, **CLOSE)
 
 
 def test_layouts_agree_and_packed_sequences_equal_each_alone() -> None:
@@ -242,14 +242,14 @@ def test_dropout_acts_in_training_alone() -> None:
 
 
 def test_initialisers_fill_their_own_linears() -> None:
-    given = {"init_method": lambda w: w.fill_(0.25), "output_layer_init_method": lambda w: w.fill_(0.5)}
-    module = MultiheadAttention(HIDDEN, HEADS, fuse_qkv_params=True, **given)
+    options = {"init_method": lambda w: w.fill_(0.25), "output_layer_init_method": lambda w: w.fill_(0.5)}
+    module = MultiheadAttention(HIDDEN, HEADS, fuse_qkv_params=True, **options)
     assert (module.qkv.weight == 0.25).all() and (module.proj.weight == 0.5).all()
 
 
 def test_the_state_dict_goes_round() -> None:
-    given = {"num_gqa_groups": GROUPS, "input_layernorm": True, "qk_norm_type": "RMSNorm"}
-    module, other = made(**given), made(**given)
+    options = {"num_gqa_groups": GROUPS, "input_layernorm": True, "qk_norm_type": "RMSNorm"}
+    module, other = made(**options), made(**options)
     x = states()
     other.load_state_dict(module.state_dict())
     assert torch.equal(other(x), module(x))
@@ -259,15 +259,15 @@ def test_the_state_dict_goes_round() -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_it_is_built_on_meta_and_filled_later(fused) -> None:
-    given = {"fuse_qkv_params": fused, "qk_norm_type": "RMSNorm", "qkv_format": "bshd", "attention_dropout": 0.0}
-    module = MultiheadAttention(HIDDEN, HEADS, device="meta", **given)
+    options = {"fuse_qkv_params": fused, "qk_norm_type": "RMSNorm", "qkv_format": "bshd", "attention_dropout": 0.0}
+    module = MultiheadAttention(HIDDEN, HEADS, device="meta", **options)
     assert all(p.is_meta for p in module.parameters())
     module.to_empty(device="cpu")
     torch.manual_seed(5)
     for part in module.modules():
         if hasattr(part, "reset_parameters"):
             part.reset_parameters()
-    twin = MultiheadAttention(HIDDEN, HEADS, **given)
+    twin = MultiheadAttention(HIDDEN, HEADS, **options)
     twin.load_state_dict(module.state_dict())
     x = states()
     assert torch.equal(module(x), twin(x)) and (module.q_norm.weight == 1).all()

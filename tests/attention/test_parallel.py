@@ -34,8 +34,8 @@ def test_groups_that_do_not_divide_over_ranks_are_refused() -> None:
 
 
 def test_another_group_reaches_every_linear() -> None:
-    given = {"set_parallel_mode": True, "tp_group": Group(), "fuse_qkv_params": True, "layer_type": "decoder"}
-    layer = TransformerLayer(32, 64, 4, **given)
+    options = {"set_parallel_mode": True, "tp_group": Group(), "fuse_qkv_params": True, "layer_type": "decoder"}
+    layer = TransformerLayer(32, 64, 4, **options)
     other = Group()
     other.group_name = "other"
     layer.set_tensor_parallel_group(other)

@@ -60,9 +60,9 @@ def test_rates_stay_fp32_through_casts_and_meta() -> None:
     expected = RotaryPositionEmbedding(8)(5)
     assert torch.equal(RotaryPositionEmbedding(8).bfloat16()(5), expected)
     with torch.device("meta"):
-        made = RotaryPositionEmbedding(8)
-    assert made(5).is_meta and torch.equal(made.to_empty(device="cpu")(5), expected)
-    assert not made.state_dict()
+        module = RotaryPositionEmbedding(8)
+    assert module(5).is_meta and torch.equal(module.to_empty(device="cpu")(5), expected)
+    assert not module.state_dict()
 
 
 def test_gradients_turn_back() -> None:

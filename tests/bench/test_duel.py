@@ -50,15 +50,15 @@ def clock():
 
 def test_the_timing_has_the_median_and_all_turns(clock):
     call = clock.worker("a", [900.0, *[100.0] * (FIRST - 1), 100.0, 130.0, 110.0])
-    found = duel({"a": call}, clock, Pace(turns=3, seconds=0.1))["a"]
-    assert found.turns == pytest.approx((100.0, 130.0, 110.0)) and found.calls == 1
-    assert found.median == pytest.approx(110.0) and found.host_us is None
+    result = duel({"a": call}, clock, Pace(turns=3, seconds=0.1))["a"]
+    assert result.turns == pytest.approx((100.0, 130.0, 110.0)) and result.calls == 1
+    assert result.median == pytest.approx(110.0) and result.host_us is None
 
 
 def test_candidates_take_turns_and_nothing_settles_between_them(clock):
     calls = {"a": clock.worker("a", [100.0]), "b": clock.worker("b", [50.0])}
-    found = duel(calls, clock, Pace(turns=2, seconds=0.1))
-    assert (found["a"].calls, found["b"].calls) == (1, 2)
+    result = duel(calls, clock, Pace(turns=2, seconds=0.1))
+    assert (result["a"].calls, result["b"].calls) == (1, 2)
     turns = clock.log[len(clock.log) - clock.log[::-1].index("settle") :]
     assert [entry for entry in turns if entry in ("a", "b")] == ["a", "b", "b", "a", "b", "b"]
 
@@ -71,9 +71,9 @@ def test_the_host_waits_for_the_beginning_of_the_last_call_of_a_turn_only(clock)
 
 def test_short_calls_fill_a_turn_and_long_ones_are_called_once(clock):
     calls = {"short": clock.worker("short", [0.5]), "long": clock.worker("long", [5000.0])}
-    found = duel(calls, clock, Pace(turns=1, seconds=0.3))
-    assert (found["short"].calls, found["long"].calls) == (600, 1)
-    assert found["short"].median == pytest.approx(0.5)
+    result = duel(calls, clock, Pace(turns=1, seconds=0.3))
+    assert (result["short"].calls, result["long"].calls) == (600, 1)
+    assert result["short"].median == pytest.approx(0.5)
 
 
 def test_the_host_time_is_that_of_a_few_calls_on_an_idle_device():
@@ -86,8 +86,8 @@ def test_the_host_time_is_that_of_a_few_calls_on_an_idle_device():
         clock.ms += 0.2
         device["a"] += 3.0
 
-    found = duel({"a": call}, clock, Pace(turns=2, seconds=0.03))["a"]
-    assert found.host_us == pytest.approx(200.0) and found.median == pytest.approx(3.0) and found.calls == 10
+    result = duel({"a": call}, clock, Pace(turns=2, seconds=0.03))["a"]
+    assert result.host_us == pytest.approx(200.0) and result.median == pytest.approx(3.0) and result.calls == 10
 
 
 def test_samples_of_short_calls_are_of_a_few(clock):
@@ -108,16 +108,16 @@ def test_a_candidate_that_raises_at_first_or_later_is_its_error_and_the_others_g
             raise ValueError("second turn")
 
     calls = {"broken": broken, "late": late, "good": clock.worker("good", [100.0])}
-    found = duel(calls, clock, Pace(turns=3, seconds=0.1))
-    assert list(found) == ["broken", "late", "good"]
-    assert found["broken"] == "RuntimeError: no kernel" and found["late"] == "ValueError: second turn"
-    assert len(found["good"].turns) == 3
+    result = duel(calls, clock, Pace(turns=3, seconds=0.1))
+    assert list(result) == ["broken", "late", "good"]
+    assert result["broken"] == "RuntimeError: no kernel" and result["late"] == "ValueError: second turn"
+    assert len(result["good"].turns) == 3
 
 
 def test_what_comes_next_is_told(clock):
-    told = []
-    duel({"a": clock.worker("a", [100.0])}, clock, Pace(turns=2, seconds=0.1), told.append)
-    assert told == ["a: first calls", "a: turn 1 of 2", "a: turn 2 of 2"]
+    messages = []
+    duel({"a": clock.worker("a", [100.0])}, clock, Pace(turns=2, seconds=0.1), messages.append)
+    assert messages == ["a: first calls", "a: turn 1 of 2", "a: turn 2 of 2"]
 
 
 def test_an_interrupt_is_not_a_candidates_error(clock):

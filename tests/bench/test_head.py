@@ -36,21 +36,21 @@ def gradients(loss, *leaves):
 @pytest.mark.parametrize("tokens", [TOKENS, 32, 5])
 def test_loss_and_gradients_are_torchs(dtype, loss, tolerance, tokens):
     x, weight, targets = inputs(dtype, tokens)
-    found = head.mean_loss(x, weight, targets, loss)
+    result = head.mean_loss(x, weight, targets, loss)
     expected = F.cross_entropy(x @ weight.t(), targets)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=0)
-    for ours, theirs in zip(gradients(found, x, weight), gradients(expected, x, weight), strict=True):
+    assert result.dtype == dtype
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=0)
+    for ours, theirs in zip(gradients(result, x, weight), gradients(expected, x, weight), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 def test_in_bf16_the_loss_is_fp32_and_gradients_are_within_roundings():
     x, weight, targets = inputs(torch.bfloat16)
     exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
-    found = head.mean_loss(x, weight, targets)
+    result = head.mean_loss(x, weight, targets)
     expected = F.cross_entropy(exact[0] @ exact[1].t(), targets)
-    assert found.dtype == torch.float32 and found.item() == pytest.approx(expected.item(), rel=2e-3)
-    for ours, theirs in zip(gradients(found, x, weight), gradients(expected, *exact), strict=True):
+    assert result.dtype == torch.float32 and result.item() == pytest.approx(expected.item(), rel=2e-3)
+    for ours, theirs in zip(gradients(result, x, weight), gradients(expected, *exact), strict=True):
         assert ours.dtype == torch.bfloat16
         assert (ours.double() - theirs).norm() < 0.01 * theirs.norm()
 

@@ -29,7 +29,7 @@ def test_the_page_has_the_numbers_of_the_record() -> None:
     (name,) = re.findall(r"bench/results/[0-9-]*h200-monitor\.jsonl", text)
     cells = {"8192x4096x14336x6": {}, "16384x2048x5632x24": {}}
     for record in map(json.loads, (root / name).read_text().splitlines()):
-        told = f"{record['cost_percent']:.1f} % of time, {record['memory_percent']:.1f} % of memory"
-        cells[record["shape"]][record["form"]] = told
+        message = f"{record['cost_percent']:.1f} % of time, {record['memory_percent']:.1f} % of memory"
+        cells[record["shape"]][record["form"]] = message
     for forms in cells.values():
         assert f"| {forms['the rest compiled']} | {forms['compiled']} |" in text

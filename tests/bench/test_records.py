@@ -75,10 +75,10 @@ def test_what_raises_when_made_or_called_is_a_row():
 
         return [Candidate("unmade", unmade), Candidate("uncalled", lambda: Work(fail)), *two(clock)]
 
-    found = {record.candidate: record for record in records.measure(case_of(candidates, Clock()), PACE)}
-    assert found["unmade"].error == "UserError: no such layer: take another" and found["unmade"].ms is None
-    assert found["uncalled"].error == "RuntimeError: no kernel" and found["uncalled"].ratio is None
-    assert found["fast"].ratio == 1.6
+    results = {record.candidate: record for record in records.measure(case_of(candidates, Clock()), PACE)}
+    assert results["unmade"].error == "UserError: no such layer: take another" and results["unmade"].ms is None
+    assert results["uncalled"].error == "RuntimeError: no kernel" and results["uncalled"].ratio is None
+    assert results["fast"].ratio == 1.6
 
 
 def test_without_its_base_a_case_has_no_ratios():
@@ -156,8 +156,8 @@ def test_inputs_that_do_not_fit_are_a_users_error():
 
 
 def test_json_lines_hold_every_field_and_null_for_none():
-    found = records.measure(case_of(two, Clock()), PACE)
-    parsed = [json.loads(line) for line in records.lines(found, "cpu").splitlines()]
+    result = records.measure(case_of(two, Clock()), PACE)
+    parsed = [json.loads(line) for line in records.lines(result, "cpu").splitlines()]
     assert [line["candidate"] for line in parsed] == ["base", "fast"]
     fast = parsed[1]
     assert fast["ratio"] == 1.6 and fast["host_us"] is None and fast["peak_mib"] is None

@@ -94,8 +94,8 @@ def test_extra_memory_is_taken_over_a_step_that_dropped_its_gradients(monkeypatc
 
 @pytest.mark.parametrize("kind", mlp.KINDS)
 def test_the_plain_mlp_computes_what_the_module_computes(kind):
-    made = named(mlp.candidates(CPU, (16, 32, 64), mlp.KINDS[kind]))
-    plain, ours = (made[name].make().call for name in ("torch bf16 eager", "bf16"))
+    candidates_by_name = named(mlp.candidates(CPU, (16, 32, 64), mlp.KINDS[kind]))
+    plain, ours = (candidates_by_name[name].make().call for name in ("torch bf16 eager", "bf16"))
     with torch.no_grad():
         ours.module.fc1.weight.copy_(plain.module.up.weight)
         ours.module.fc2.weight.copy_(plain.module.down.weight)
@@ -112,9 +112,11 @@ def test_experts_have_uneven_multiples_that_cover_all_rows():
 def test_a_loop_of_linears_computes_what_grouped_linear_computes():
     settings = Settings("cpu", (HIGH,), device_splits=True)
     splits = [4, 0, 12]
-    made = named(grouped.candidates(settings, (16, 8, 24), splits))
-    assert list(made) == ["torch bf16 eager", "torch bf16 compiled", "bf16", "bf16, device splits"]
-    plain, ours, device = (made[name].make().call for name in ("torch bf16 eager", "bf16", "bf16, device splits"))
+    candidates_by_name = named(grouped.candidates(settings, (16, 8, 24), splits))
+    assert list(candidates_by_name) == ["torch bf16 eager", "torch bf16 compiled", "bf16", "bf16, device splits"]
+    plain, ours, device = (
+        candidates_by_name[name].make().call for name in ("torch bf16 eager", "bf16", "bf16, device splits")
+    )
     assert ours.extra == (splits,) and device.extra[0].tolist() == splits
     with torch.no_grad():
         for mine, theirs in zip(ours.module.weights, plain.module.linears, strict=True):
@@ -162,10 +164,10 @@ def test_the_loss_of_a_model_that_trains_is_that_of_its_logits(monkeypatch):
     monkeypatch.setattr(train.head, "CHUNK", 12)
     bench = train.Bench.of(CPU, (32, 32, 64, 1))
     model = bench.model.float()
-    found, expected = model(bench.tokens, bench.targets), GPT.forward(model, bench.tokens, bench.targets)
-    torch.testing.assert_close(found, expected)
+    result, expected = model(bench.tokens, bench.targets), GPT.forward(model, bench.tokens, bench.targets)
+    torch.testing.assert_close(result, expected)
     leaves = list(model.parameters())
-    for pair in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
+    for pair in zip(torch.autograd.grad(result, leaves), torch.autograd.grad(expected, leaves), strict=True):
         torch.testing.assert_close(*pair)
 
 
@@ -198,9 +200,9 @@ def test_torchao_makes_its_linears_where_it_is_installed(monkeypatch):
     monkeypatch.setattr(layer, "torchao_recipes", torchao_recipes)
     monkeypatch.setattr(layer.importlib.util, "find_spec", lambda name: name == "torchao")
     monkeypatch.setattr(layer.importlib, "import_module", {"torchao.float8": Float8}.__getitem__)
-    made = named(linear.candidates(CPU, (8, 8, 8)))
-    assert list(made)[2:4] == ["torchao tensorwise", "torchao rowwise"]
-    assert made["torchao rowwise"].make().call.module.config == "config of rowwise"
+    candidates_by_name = named(linear.candidates(CPU, (8, 8, 8)))
+    assert list(candidates_by_name)[2:4] == ["torchao tensorwise", "torchao rowwise"]
+    assert candidates_by_name["torchao rowwise"].make().call.module.config == "config of rowwise"
 
 
 def test_torchs_grouped_product_computes_what_the_loop_computes():

@@ -47,8 +47,8 @@ def refused(duotone):
     def call(*arguments):
         code, out, err = duotone(*arguments)
         assert code == 2 and out == ""
-        told = "".join(line for line in err.splitlines(keepends=True) if not PROGRESS.search(line))
-        assert told.startswith("duotone: ") and told.endswith("\n") and told.count("\n") == 1
-        return told
+        text = "".join(line for line in err.splitlines(keepends=True) if not PROGRESS.search(line))
+        assert text.startswith("duotone: ") and text.endswith("\n") and text.count("\n") == 1
+        return text
 
     return call

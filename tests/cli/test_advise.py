@@ -18,9 +18,9 @@ def test_it_prints_the_front_and_rules_that_load(duotone, text_file, tmp_path):
 
 def test_json_has_every_row(duotone, text_file):
     code, text, _ = duotone("advise", "--preset", "tiny", "--data", text_file, "--recipes", "mxfp8", "--json")
-    told = json.loads(text)
-    assert code == 0 and len(told["rows"]) == 8 * 3 * 2 and told["base"] == "mxfp8"
-    assert {row["speed"] for row in told["rows"]} == {None}
+    document = json.loads(text)
+    assert code == 0 and len(document["rows"]) == 8 * 3 * 2 and document["base"] == "mxfp8"
+    assert {row["speed"] for row in document["rows"]} == {None}
 
 
 def test_bad_input_is_one_line(refused, text_file, tmp_path):

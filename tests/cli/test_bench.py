@@ -156,9 +156,9 @@ def test_what_happens_is_told_on_stderr_when_it_takes_long(capsys):
     status.interval = 0.001
     with status as tell:
         tell("bf16: turn 1 of 6")
-        while "turn 1 of 6 (" not in (found := capsys.readouterr()).err:
+        while "turn 1 of 6 (" not in (result := capsys.readouterr()).err:
             pass
-    assert found.out == "" and found.err.startswith("linear, 8x8x8: ")
+    assert result.out == "" and result.err.startswith("linear, 8x8x8: ")
 
 
 def test_on_a_terminal_a_line_moves(monkeypatch):

@@ -34,8 +34,8 @@ def test_a_list_may_be_written_in_every_usual_way(parse, arguments):
 
 
 def test_lists_end_at_the_next_option(parse):
-    found = parse("--data", "x", "y", "--recipes", "a", "b", "--data", "z")
-    assert found == {"recipes": ("a", "b"), "data": ("x", "y", "z"), "steps": None}
+    result = parse("--data", "x", "y", "--recipes", "a", "b", "--data", "z")
+    assert result == {"recipes": ("a", "b"), "data": ("x", "y", "z"), "steps": None}
 
 
 def test_an_existing_path_with_a_comma_stays_whole(parse, tmp_path):

@@ -79,8 +79,8 @@ def test_several_seeds_are_paired_and_ranked(duotone, text_file, tmp_path):
     typed = ("--recipes", "mxfp8", "--seeds", "2", "--as", "8192x16384", "--out", tmp_path)
     code, text, progress = duotone(*TINY, "--data", text_file, *typed)
     result = json.loads((tmp_path / "result.json").read_text())
-    page, told = (tmp_path / "report.html").read_text(), "linears 8192 wide with 16384 tokens"
-    assert "on an NVIDIA H200" in text and told in page and result["settings"]["size"] == [8192, 16384]
+    page, message = (tmp_path / "report.html").read_text(), "linears 8192 wide with 16384 tokens"
+    assert "on an NVIDIA H200" in text and message in page and result["settings"]["size"] == [8192, 16384]
     assert duotone("report", tmp_path, "--as", "4096x8192")[0] == 0
     assert "for linears 4096 wide with 8192 tokens" in (tmp_path / "report.html").read_text()
     reference, mxfp8 = result["runs"]
@@ -265,9 +265,9 @@ def test_bad_input_is_one_line_and_changes_nothing(refused, bad, monkeypatch, ar
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     before = sorted(bad.rglob("*"))
     defaults = {"--data": bad / "words.txt", "--out": bad / "runs" / "new"}
-    given = [argument.format(bad=bad) for argument in arguments]
-    missing = [part for name, value in defaults.items() if name not in given for part in (name, value)]
-    assert message in refused(*TINY, *missing, *given)
+    inputs = [argument.format(bad=bad) for argument in arguments]
+    missing = [part for name, value in defaults.items() if name not in inputs for part in (name, value)]
+    assert message in refused(*TINY, *missing, *inputs)
     assert sorted(bad.rglob("*")) == before
 
 

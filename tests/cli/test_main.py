@@ -106,6 +106,6 @@ def test_a_warning_is_one_line_and_a_closed_pipe_no_traceback(tmp_path):
     path.write_text('base = "mxfp8"\n[[rules]]\nmodule = "absent"\nformat = "nvfp4"\n')
     command = f"{sys.executable} -m duotone plan --preset tiny --recipe '{path}' | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
-    told = done.stderr
+    text = done.stderr
     assert done.stdout.startswith("nowhere on cpu") and done.stdout.count("\n") == 1
-    assert told.startswith("duotone: warning: ") and told.count("\n") == 1 and ".py" not in told
+    assert text.startswith("duotone: warning: ") and text.count("\n") == 1 and ".py" not in text

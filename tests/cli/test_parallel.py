@@ -60,8 +60,8 @@ def test_a_run_that_loses_a_rank_goes_on_from_its_newest_checkpoint(tmp_path: Pa
     options = "train --parallel fsdp=2 --preset tiny --recipe fp8-current --steps 6 --save-every 2 --out".split()
     done = torchrun(LOSES_A_RANK, *options, tmp_path, restarts=2)
     assert done.stdout.count("resumed from step 2 on 2 ranks") == 2, "what a rank began to save is no checkpoint"
-    told = "\n".join(line for line in done.stderr.splitlines() if "torch/distributed/elastic" not in line)
-    assert "duotone: a rank was lost" in told and "Traceback" not in told
+    text = "\n".join(line for line in done.stderr.splitlines() if "torch/distributed/elastic" not in line)
+    assert "duotone: a rank was lost" in text and "Traceback" not in text
     assert "rank 0: " in done.stdout and "MiB gathered" in done.stdout and done.stdout.count("Report: ") == 1
     run = json.loads((tmp_path / "result.json").read_text())["runs"][0]
     assert [step for step, _ in run["train_loss"]] == [1, 2, 3, 4, 5, 6]

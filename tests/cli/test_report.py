@@ -50,9 +50,9 @@ def test_two_results_share_a_page_and_a_reference(duotone, folders):
 def test_results_that_were_trained_differently_name_no_recipe(duotone, folders):
     """Another learning rate changes the loss of bf16 as well: the first line must not praise a recipe for it."""
     code, text, _ = duotone("report", folders / "slow", folders / "fast", "--out", folders / "rates.html")
-    page, told = (folders / "rates.html").read_text(), " ".join(text.split())
+    page, message = (folders / "rates.html").read_text(), " ".join(text.split())
     assert code == 0 and "Confidence: none" in page
-    assert all("No recipe is named" in each and "learning rate (0.0001 and 0.001)" in each for each in (page, told))
+    assert all("No recipe is named" in each and "learning rate (0.0001 and 0.001)" in each for each in (page, message))
     other = folders / "warm"
     other.mkdir()
     result = json.loads((folders / "fast" / "result.json").read_text())
@@ -68,9 +68,9 @@ def test_a_failed_run_takes_no_seed_from_the_others(duotone, folders):
     (folders / "failed").mkdir()
     (folders / "failed" / "result.json").write_text(json.dumps(result))
     code, text, _ = duotone("report", folders / "fast", folders / "failed", "--out", folders / "seeds.html")
-    told = " ".join(text.split())
-    assert code == 0 and "mxfp8 (failed) failed: out of memory" in told
-    assert "All that did not fail are compared at step 2, the last that they share, under seeds 0, 1, which" in told
+    message = " ".join(text.split())
+    assert code == 0 and "mxfp8 (failed) failed: out of memory" in message
+    assert "All that did not fail are compared at step 2, the last that they share, under seeds 0, 1, which" in message
     for name in ("mxfp8", "bf16 (failed)"):
         assert any("±" in line and f" {name}  " in line for line in text.splitlines())
 
@@ -78,13 +78,13 @@ def test_a_failed_run_takes_no_seed_from_the_others(duotone, folders):
 def test_results_of_other_lengths_and_seeds_are_compared_where_both_have_a_loss(duotone, folders):
     """At the last held-out step and under the seeds that both have; neither run is called stopped."""
     code, text, _ = duotone("report", folders / "fast", folders / "long", "--out", folders / "lengths.html")
-    page, told = (folders / "lengths.html").read_text(), " ".join(text.split())
+    page, message = (folders / "lengths.html").read_text(), " ".join(text.split())
     fast, longer = (json.loads((folders / name / "result.json").read_text())["runs"] for name in ("fast", "long"))
     losses = [dict(runs[place]["heldout_loss"]) for runs, place in ((fast, 0), (fast, 1), (longer, 0), (longer, 2))]
     step = max(losses[0].keys() & losses[2].keys())
-    assert code == 0 and "stopped" not in told and "stopped" not in page and step == 2
+    assert code == 0 and "stopped" not in message and "stopped" not in page and step == 2
     sentence = f"All are compared at step {step}, the last that they share, under seed 0, which all have. Longer runs"
-    assert sentence in told and sentence in page and "steps 2 and 4" in page and "result.json</a>" not in page
+    assert sentence in message and sentence in page and "steps 2 and 4" in page and "result.json</a>" not in page
     names = ("bf16", "mxfp8", "bf16 (long)", "mxfp8 (long)")
     lines = [line for name in names for line in text.splitlines() if line.strip().startswith(f"{name}  ")]
     assert all(f"{each[step]:.4f}" in line for each, line in zip(losses, lines, strict=True)) and "±" not in text

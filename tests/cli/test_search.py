@@ -22,8 +22,8 @@ PAGES = ["report.html", "result.json"]
 
 
 def evidence(folder):
-    told = json.loads((folder / "evidence.json").read_text())
-    return {key: value for key, value in told.items() if key not in ("command", "machine")}
+    document = json.loads((folder / "evidence.json").read_text())
+    return {key: value for key, value in document.items() if key not in ("command", "machine")}
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +46,26 @@ def whole(typed, tmp_path_factory):
 
 def test_it_leaves_a_recipe_its_evidence_and_a_report(whole):
     out, code, text, progress = whole
-    told = evidence(out)
+    document = evidence(out)
     assert code == 0 and sorted(os.listdir(out)) == [
         *("checkpoints", "evidence.json", "planes.csv", "recipe.toml", *PAGES)
     ]
-    assert told["predicted"]["speed"] >= 1.3 and len(told["effects"]) == 2 * 4 * 3 * 2
-    assert told["speeds"]["gpu"] == "NVIDIA H200" and told["settings"]["goal"] == {"kind": "speed", "value": 1.3}
-    names = [recipe for gemms in told["chosen"].values() for recipe in gemms.values()]
+    assert document["predicted"]["speed"] >= 1.3 and len(document["effects"]) == 2 * 4 * 3 * 2
+    assert document["speeds"]["gpu"] == "NVIDIA H200" and document["settings"]["goal"] == {
+        "kind": "speed",
+        "value": 1.3,
+    }
+    names = [recipe for gemms in document["chosen"].values() for recipe in gemms.values()]
     assert len(names) == 24 and set(names) == {"bf16", "fp8-current"}
     entry = json.loads((out / "result.json").read_text())["runs"][1]
-    assert entry["name"] == "searched" and told["measured"]["gap_percent"] == entry["gap_percent"]
-    assert told["off_by"] == pytest.approx(told["predicted"]["gap_percent"] - entry["gap_percent"])
+    assert entry["name"] == "searched" and document["measured"]["gap_percent"] == entry["gap_percent"]
+    assert document["off_by"] == pytest.approx(document["predicted"]["gap_percent"] - entry["gap_percent"])
     quantized = [r for r in entry["plan"] if {r["a"], r["b"]} != {"identity"}]
     assert len(quantized) == names.count("fp8-current") and recipes.load(str(out / "recipe.toml")).title == "searched"
     text = " ".join(text.split())
-    assert told["verdict"] in text and f"24 GEMMs: {names.count(names[0])} as in {names[0]}" in text
+    assert document["verdict"] in text and f"24 GEMMs: {names.count(names[0])} as in {names[0]}" in text
     assert "effects of single GEMMs: step 48/48" in progress
-    page, ratio = (out / "report.html").read_text(), told["predicted"]["speed"]
+    page, ratio = (out / "report.html").read_text(), document["predicted"]["speed"]
     first = f"predicted {ratio:.2f} times as fast as bf16 for linears 4096 wide with 8192 tokens, so speed=1.3 is met;"
     assert "<h1>Use searched on an NVIDIA H200:" in page and first in page and first in text
 
@@ -111,12 +114,12 @@ def test_bad_input_is_one_line_before_anything_is_trained(refused, typed, tmp_pa
     for wrong in ("speed", "speed=0", "speed=-1", "gap=1", "memory=all"):
         assert f"--budget {wrong} is no goal" in refused(*bare, "--budget", wrong, *out)
     assert "--max-gap x is no goal" in refused(*bare, "--max-gap", "x", *out)
-    told = refused(*bare, "--budget", "speed=9", *out)
-    assert "speed=9 cannot be met on an NVIDIA H200 for linears 4096 wide with 8192 tokens: the most is 1.4" in told
+    text = refused(*bare, "--budget", "speed=9", *out)
+    assert "speed=9 cannot be met on an NVIDIA H200 for linears 4096 wide with 8192 tokens: the most is 1.4" in text
     assert "the least is 0.5" in refused(*bare, "--budget", "memory=0.1", *out)
     known = "but for linears from 4096 x 4096 with 8192 tokens to 8192 x 28672 with 8192 tokens"
-    told = refused(*bare, "--as", "64x128", "--budget", "speed=1.1", *out)
-    assert "no speed is known" in told and known in told
+    text = refused(*bare, "--as", "64x128", "--budget", "speed=1.1", *out)
+    assert "no speed is known" in text and known in text
     alone = refused("search", "--recipes", "bf16", "--budget", "speed=1.1", *out)
     assert "bf16 alone leaves nothing to choose: name another recipe with --recipes" in alone
     assert "cannot read" in refused("search", "--resume", *out)
@@ -157,15 +160,19 @@ def test_a_format_under_which_the_loss_is_not_finite_is_never_chosen(duotone, ty
 
     monkeypatch.setattr(sensitivity, "_effect", broken)
     code, *_ = duotone(*typed[:-2], "--max-gap", "90%", "--seeds", "1", "--out", tmp_path / "a")
-    told = evidence(tmp_path / "a")
-    assert code == 0 and [e["forward"] for e in told["effects"] if e["forward"] is None] == [None]
-    assert told["chosen"]["layers.0.mlp.gate_up"] == {"fprop": "bf16", "dgrad": "fp8-current", "wgrad": "fp8-current"}
-    assert told["uniform"]["fp8-current"]["gap_percent"] is None
+    document = evidence(tmp_path / "a")
+    assert code == 0 and [e["forward"] for e in document["effects"] if e["forward"] is None] == [None]
+    assert document["chosen"]["layers.0.mlp.gate_up"] == {
+        "fprop": "bf16",
+        "dgrad": "fp8-current",
+        "wgrad": "fp8-current",
+    }
+    assert document["uniform"]["fp8-current"]["gap_percent"] is None
 
 
 def test_evidence_with_other_effects_is_refused(refused, whole, tmp_path):
     path = shutil.copytree(whole[0], tmp_path / "a") / "evidence.json"
-    told = json.loads(path.read_text())
-    for wrong in ([3], [{"module": "a"}], [{**told["effects"][0], "forward": "none"}]):
-        path.write_text(json.dumps({**told, "effects": wrong}))
+    document = json.loads(path.read_text())
+    for wrong in ([3], [{"module": "a"}], [{**document["effects"][0], "forward": "none"}]):
+        path.write_text(json.dumps({**document, "effects": wrong}))
         assert "is not the evidence of a search (an effect" in refused("search", "--resume", "--out", tmp_path / "a")

@@ -36,12 +36,12 @@ def first_operands(model: nn.Module) -> dict[str, tuple[str, str]]:
 
 def test_adapters_stay_in_high_precision_with_a_row_that_says_why() -> None:
     m = duotone.convert(adapted(), MXFP8)
-    found = first_operands(m)
-    assert {name for name, (fmt, _) in found.items() if fmt == "identity"} == {
+    result = first_operands(m)
+    assert {name for name, (fmt, _) in result.items() if fmt == "identity"} == {
         f"layers.{layer}.up.{part}.default" for layer in range(2) for part in ("lora_A", "lora_B")
     }
-    assert found["layers.0.up.lora_A.default"][1].startswith("a low-rank adapter of rank 8: kept in high precision")
-    assert found["layers.1.up.base_layer"][0] == found["layers.1.down"][0] == "mxfp8_e4m3"
+    assert result["layers.0.up.lora_A.default"][1].startswith("a low-rank adapter of rank 8: kept in high precision")
+    assert result["layers.1.up.base_layer"][0] == result["layers.1.down"][0] == "mxfp8_e4m3"
 
 
 def test_the_product_of_an_adapter_has_the_bits_of_high_precision() -> None:
@@ -53,8 +53,8 @@ def test_the_product_of_an_adapter_has_the_bits_of_high_precision() -> None:
 
 
 def test_two_small_linears_beside_one_of_their_product_are_an_adapter_whatever_they_are_called() -> None:
-    found = first_operands(duotone.convert(adapted(names=("first", "second")), MXFP8))
-    assert {name for name, (fmt, _) in found.items() if fmt == "identity"} == {
+    result = first_operands(duotone.convert(adapted(names=("first", "second")), MXFP8))
+    assert {name for name, (fmt, _) in result.items() if fmt == "identity"} == {
         f"layers.{layer}.up.{part}.default" for layer in range(2) for part in ("first", "second")
     }
 
@@ -73,8 +73,8 @@ def test_a_layer_of_peft_is_told_by_where_its_class_comes_from() -> None:
     layer = m["layers"][0]["up"]
     layer.__class__ = type("Layer", (Lora,), {"__module__": "peft.tuners.some.layer"})
     layer.base_layer = nn.ModuleDict({"up": nn.Linear(64, 256), "down": nn.Linear(256, 64)})
-    kept = {name for name, (fmt, _) in first_operands(duotone.convert(m, MXFP8)).items() if fmt == "identity"}
-    assert {name for name in kept if ".0." in name} == {"layers.0.up.first.default", "layers.0.up.second.default"}
+    saved = {name for name, (fmt, _) in first_operands(duotone.convert(m, MXFP8)).items() if fmt == "identity"}
+    assert {name for name in saved if ".0." in name} == {"layers.0.up.first.default", "layers.0.up.second.default"}
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,6 @@ def test_a_layer_of_peft_is_told_by_where_its_class_comes_from() -> None:
     ids=["of convert", "of the recipe"],
 )
 def test_a_rule_overrides_it(recipe, rules) -> None:
-    found = first_operands(duotone.convert(adapted(), recipe, rules=rules))
-    assert found["layers.0.up.lora_A.default"][0] == "fp8_e4m3_row"
-    assert found["layers.0.up.lora_B.default"][0] == "identity"
+    result = first_operands(duotone.convert(adapted(), recipe, rules=rules))
+    assert result["layers.0.up.lora_A.default"][0] == "fp8_e4m3_row"
+    assert result["layers.0.up.lora_B.default"][0] == "identity"

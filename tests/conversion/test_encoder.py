@@ -59,9 +59,14 @@ def test_eight_bits_keep_the_embeddings_and_what_they_find(
 
     A relative error e of a vector turns it by e, and takes e^2 / 2 from its cosine.
     """
-    found = embeddings.compare(under(encoder, name), reference)
-    assert 1 - LINEARS * E4M3_ERROR**2 < found["cosine_min"] < found["cosine_mean"] < 0.9995
-    assert found["found"] == 20 and found["same_nearest"] >= 18 and found["of_nearest_ten"] > 0.9 and found["tau"] > 0.9
+    result = embeddings.compare(under(encoder, name), reference)
+    assert 1 - LINEARS * E4M3_ERROR**2 < result["cosine_min"] < result["cosine_mean"] < 0.9995
+    assert (
+        result["found"] == 20
+        and result["same_nearest"] >= 18
+        and result["of_nearest_ten"] > 0.9
+        and result["tau"] > 0.9
+    )
 
 
 def test_four_bits_lose_more_than_eight_and_still_find(encoder: Encoder, reference: torch.Tensor) -> None:
@@ -76,8 +81,8 @@ def test_the_page_has_every_recipe_with_the_numbers_of_the_record() -> None:
     lines = (ROOT / "bench/results/2026-11-21-cpu.jsonl").read_text().splitlines()
     records = {r["recipe"]: r for r in map(json.loads, lines) if r["question"].startswith("embeddings")}
     page = (ROOT / "docs/embeddings.md").read_text()
-    found = (line.split(" | ") for line in re.findall(r"^\| `(.*) \|$", page, re.MULTILINE))
-    rows = {name.strip("`"): cells for name, *cells in found}
+    results = (line.split(" | ") for line in re.findall(r"^\| `(.*) \|$", page, re.MULTILINE))
+    rows = {name.strip("`"): cells for name, *cells in results}
     assert rows.keys() == records.keys() >= set(recipes.names())
     for name, row in rows.items():
         values = [records[name][key] for key in embeddings.compare(torch.zeros(80, 1), torch.zeros(80, 1))]

@@ -617,8 +617,8 @@ def test_an_exported_program_of_a_fused_model_has_the_bits_of_eager_code(recipe:
     batch = {0: torch.export.Dim("batch", min=2, max=64)}
     with torch.set_grad_enabled(tracked):
         program = torch.export.export(fused, (x,), dynamic_shapes=(batch,)).module()
-    for given in (x, torch.cat([x, -x, 2 * x])):
-        assert torch.equal(program(given), fused(given)) and not torch.equal(fused(given), plain(given))
+    for inputs in (x, torch.cat([x, -x, 2 * x])):
+        assert torch.equal(program(inputs), fused(inputs)) and not torch.equal(fused(inputs), plain(inputs))
 
 
 def test_a_strict_export_of_a_fused_norm_is_refused() -> None:

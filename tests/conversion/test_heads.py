@@ -58,9 +58,11 @@ def reasons(m: nn.Module) -> dict[str, str]:
     ids=["root", "wrapper", "two wrappers", "compiled"],
 )
 def test_the_last_linear_of_the_root_or_of_its_only_wrapper_is_a_head_by_its_name(name, wrap, prefix) -> None:
-    kept = reasons(duotone.convert(wrap(model(name)), MXFP8))
-    assert list(kept) == [prefix + name]
-    assert kept[prefix + name] == "kept in high precision by a rule" or f"is called {name}: kept" in kept[prefix + name]
+    saved = reasons(duotone.convert(wrap(model(name)), MXFP8))
+    assert list(saved) == [prefix + name]
+    assert (
+        saved[prefix + name] == "kept in high precision by a rule" or f"is called {name}: kept" in saved[prefix + name]
+    )
 
 
 def test_distributed_data_parallel_is_a_wrapper(tmp_path) -> None:
@@ -101,9 +103,9 @@ def test_what_is_no_head_stays_quantized(build) -> None:
 def test_a_head_has_as_many_outputs_as_the_embedding_has_entries(device) -> None:
     with torch.device(device):
         m = Wrapper(nn.ModuleDict({"body": model("last", outputs=64), "probe": nn.Linear(32, 8)}))
-    kept = reasons(duotone.convert(m, MXFP8))
-    assert list(kept) == ["module.body.last"]
-    assert "it has 64 outputs, as many as module.body.embedding has entries: kept" in kept["module.body.last"]
+    saved = reasons(duotone.convert(m, MXFP8))
+    assert list(saved) == ["module.body.last"]
+    assert "it has 64 outputs, as many as module.body.embedding has entries: kept" in saved["module.body.last"]
 
 
 def test_several_heads_of_one_size_are_all_found_and_layers_of_that_size_are_not() -> None:

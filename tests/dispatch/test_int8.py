@@ -73,8 +73,8 @@ def native(monkeypatch) -> Int8Product:
     return rule
 
 
-def recipe(**given) -> RuleRecipe:
-    return RuleRecipe(rules=(Rule(**given),))
+def recipe(**options) -> RuleRecipe:
+    return RuleRecipe(rules=(Rule(**options),))
 
 
 @pytest.mark.parametrize("device", ["cpu", "sm89", "sm90", "sm100"])

@@ -181,7 +181,7 @@ def test_gradients_without_a_memory_order_are_cast_like_their_copies(name: str) 
     wide = torch.randn(512, 1024).bfloat16()
     for x in (torch.ones((), dtype=torch.bfloat16).expand(256, 256), wide[::2, ::4]):
         backend = dispatch.stages_for(x)
-        for given, plane in ((x, "row"), (x.t(), "col")):
-            got = fmt.encode(given, seed=3, plane=plane, stages=backend)
-            want = fmt.encode(given.clone(memory_format=torch.contiguous_format), seed=3, plane=plane)
+        for inputs, plane in ((x, "row"), (x.t(), "col")):
+            got = fmt.encode(inputs, seed=3, plane=plane, stages=backend)
+            want = fmt.encode(inputs.clone(memory_format=torch.contiguous_format), seed=3, plane=plane)
             assert all(torch.equal(got[part], value) for part, value in want.items())

@@ -279,8 +279,8 @@ def plain_weights_of_another_recipe_load_and_a_warning_names_both(folder: Path) 
             warnings.simplefilter("always")
             load(path, m, group=group)
             load(path, network("nvfp4", 2), group=group)
-        told = [str(one.message) for one in caught if "goes on" in str(one.message)]
-        assert len(told) == 1 and "was saved under nvfp4 and goes on under fp8-delayed" in told[0], told
+        messages = [str(one.message) for one in caught if "goes on" in str(one.message)]
+        assert len(messages) == 1 and "was saved under nvfp4 and goes on under fp8-delayed" in messages[0], messages
         want = network("nvfp4", 2, seed=1)
         load(path, want, group=group)
         for got, right in zip(m.parameters(), want.parameters(), strict=True):

@@ -11,11 +11,11 @@ HYBRID = RuleRecipe(rules=(Rule(fprop="mxfp8_e4m3", dgrad="fp8_e4m3_tensor", wgr
 
 def model(recipe: Recipe, *, held: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(128, 256, bias=False), nn.ReLU(), nn.Linear(256, 256)).bfloat16()
+    result = nn.Sequential(nn.Linear(128, 256, bias=False), nn.ReLU(), nn.Linear(256, 256)).bfloat16()
     with torch.no_grad():
-        for layer in (made[0], made[2]):
+        for layer in (result[0], result[2]):
             layer.weight[:128] *= 4  # the shards' own amaxes differ
-    duotone.convert(made, recipe)
+    duotone.convert(result, recipe)
     if held:
-        duotone.convert_parameters(made, recipe)
-    return made
+        duotone.convert_parameters(result, recipe)
+    return result

@@ -216,13 +216,13 @@ def equal_parts(got: Tensor, want: Tensor) -> None:
 
 @check
 def reshard_after_forward_off_is_the_same(folder: Path) -> None:
-    whole, kept = model(HYBRID), model(HYBRID)
+    whole, saved = model(HYBRID), model(HYBRID)
     shard(whole)
     mesh = checks.mesh()
-    for layer in (kept[0], kept[2]):
+    for layer in (saved[0], saved[2]):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-    fully_shard(kept, mesh=mesh, reshard_after_forward=False)
-    for got, want in zip(*(functools.reduce(operator.iadd, train(m), []) for m in (kept, whole)), strict=True):
+    fully_shard(saved, mesh=mesh, reshard_after_forward=False)
+    for got, want in zip(*(functools.reduce(operator.iadd, train(m), []) for m in (saved, whole)), strict=True):
         same(got, want)
 
 

@@ -334,10 +334,10 @@ def delayed_scaling_under_sequence_parallelism_needs_the_group(folder: Path) -> 
     """core 72: without a reduction it raises; with it, a step has the bits of the whole tensor at equal scales."""
     x, weight, bias, dy = data()
     recipe = recipes.DelayedScaling(amax_history_len=2)
-    for mode, given in (("column", piece(x)), ("row", piece(x, 1))):
+    for mode, inputs in (("column", piece(x)), ("row", piece(x, 1))):
         m = parallel(mode, weight, bias, recipe)
         try:
-            m(given)
+            m(inputs)
         except RecipeError as error:
             assert "amax_reduction_group" in str(error), error
         else:
@@ -367,8 +367,8 @@ def ranks_with_other_recipes_are_told_at_the_first_step(folder: Path) -> None:
     try:
         m(piece(x))
     except UserError as error:
-        told = "rank 0 those of [fp8_e4m3_tensor, ", "rank 1 those of [mxfp8_e4m3, "
-        assert all(one in str(error) for one in told) and "do not follow the same recipe" in str(error), error
+        text = "rank 0 those of [fp8_e4m3_tensor, ", "rank 1 those of [mxfp8_e4m3, "
+        assert all(one in str(error) for one in text) and "do not follow the same recipe" in str(error), error
     else:
         raise AssertionError("ranks went on with other recipes")
 
@@ -383,8 +383,8 @@ def models_of_other_recipes_are_told_before_ddp(folder: Path) -> None:
     try:
         require_same_recipes(m)
     except UserError as error:
-        told = "rank 0 those of [0: fp8-current", "rank 1 those of [0: mxfp8"
-        assert all(one in str(error) for one in told) and "do not follow the same recipes" in str(error), error
+        text = "rank 0 those of [0: fp8-current", "rank 1 those of [0: mxfp8"
+        assert all(one in str(error) for one in text) and "do not follow the same recipes" in str(error), error
     else:
         raise AssertionError("ranks went on with other recipes")
 

@@ -20,9 +20,9 @@ def test_checkpoints(failures) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch tells of one process
 def test_a_rank_that_dies_in_a_save_of_the_background_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     """The other rank is told in less than the timeout of its group. One process goes on from what two saved."""
-    told = launch(["killed_worker.py"], tmp_path, dies={1: -signal.SIGKILL})
+    text = launch(["killed_worker.py"], tmp_path, dies={1: -signal.SIGKILL})
     folder = folder_of("killed_worker.py", tmp_path)
-    assert len(told["told"]) == 1
+    assert len(text["told"]) == 1
     assert latest(folder) == folder / "step-1"
     sys.path.insert(0, str(HERE))
     from killed_worker import network

@@ -56,8 +56,8 @@ RECIPE = CustomRecipe(qfactory=factory)
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(128, 128, bias=False), nn.ReLU(), nn.Linear(128, 128)).bfloat16()
-    return duotone.convert(made, RECIPE)
+    result = nn.Sequential(nn.Linear(128, 128, bias=False), nn.ReLU(), nn.Linear(128, 128)).bfloat16()
+    return duotone.convert(result, RECIPE)
 
 
 def batch() -> tuple[Tensor, Tensor]:

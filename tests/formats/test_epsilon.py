@@ -51,8 +51,8 @@ def test_recipes_pass_the_floor_to_every_format(kind) -> None:
     """core 53."""
     recipe = kind(amax_epsilon=1e-6)
     for tensor_type in ("input", "weight", "grad_output"):
-        made = recipe(QuantizerRole("linear", tensor_type))
-        assert made.rowwise.rule.epsilon == made.columnwise.rule.epsilon == 1e-6
+        result = recipe(QuantizerRole("linear", tensor_type))
+        assert result.rowwise.rule.epsilon == result.columnwise.rule.epsilon == 1e-6
     assert recipes.from_dict(recipe.to_dict()) == recipe != kind()
     with pytest.raises(RecipeError, match="amax_epsilon is -1"):
         kind(amax_epsilon=-1)

@@ -52,8 +52,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         plain = getattr(torch, name)
 
         def filled(*args: Any, _plain: Any = plain, **kwargs: Any) -> Tensor:
-            made = _plain(*args, **kwargs)
-            compiling = torch.compiler.is_compiling() or type(made) is not Tensor
-            return made if compiling else poisoned(made)
+            result = _plain(*args, **kwargs)
+            compiling = torch.compiler.is_compiling() or type(result) is not Tensor
+            return result if compiling else poisoned(result)
 
         monkeypatch.setattr(torch, name, filled)

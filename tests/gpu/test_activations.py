@@ -45,19 +45,19 @@ def test_kernels_compute_what_torch_does(name, shape, dtype) -> None:
     x, dy = given(name, dtype, *shape)
     value, gradient = materialize(act.produced(x)), materialize(act.produced_gradient(dy, x))
     want, slope = act.value(x), act.gradient(dy, x)
-    for made, right in ((value, want), (gradient, slope)):
-        assert made.shape == right.shape and made.dtype is right.dtype
-        assert not made.isnan().any()
+    for result, right in ((value, want), (gradient, slope)):
+        assert result.shape == right.shape and result.dtype is right.dtype
+        assert not result.isnan().any()
         if act.kernel in EXACT:
-            assert torch.equal(made, right)
+            assert torch.equal(result, right)
             continue
-        far = ulps(made, right)
+        far = ulps(result, right)
         # GELU's approximate exponential and torch's own cancellation in 1 + tanh: absolute errors of some 2^-22 of the
         # factors, relative ones of 2^-20. A narrow result next to a tie then rounds to the other neighbour.
-        scale = (dy if made is gradient else x).float().abs().max().item()
-        scale *= x.float().abs().max().item() if made is gradient and act.gated else 1.0  # dy b is the factor
+        scale = (dy if result is gradient else x).float().abs().max().item()
+        scale *= x.float().abs().max().item() if result is gradient and act.gated else 1.0  # dy b is the factor
         rtol = 2.0**-18 + 2 * torch.finfo(dtype).eps  # a factor and the product may each round the other way
-        torch.testing.assert_close(made, right, rtol=rtol, atol=scale * 2.0**-20)
+        torch.testing.assert_close(result, right, rtol=rtol, atol=scale * 2.0**-20)
         if dtype is torch.bfloat16:
             big = right.float().abs() > 2.0**-4
             assert (far[big] > 0).float().mean().item() < 2e-3
@@ -72,9 +72,9 @@ def test_a_cast_on_the_way_has_the_bits_of_a_cast_after(name, shape, fmt) -> Non
     act = ACTIVATIONS[name]
     x, dy = given(name, torch.bfloat16, *shape)
     quantizer = Quantizer(formats.get(fmt), formats.get(fmt))
-    for made in (act.produced(x), act.produced_gradient(dy, x)):
-        after = encode_once(quantizer.rowwise, quantizer.columnwise, materialize(made), LOCAL)
-        on_the_way = quantizer.encode_produced(made, BOTH, LOCAL)
+    for result in (act.produced(x), act.produced_gradient(dy, x)):
+        after = encode_once(quantizer.rowwise, quantizer.columnwise, materialize(result), LOCAL)
+        on_the_way = quantizer.encode_produced(result, BOTH, LOCAL)
         assert after is not None and on_the_way is not None
         for a, b in zip(after, on_the_way, strict=True):
             for part in a.parts:
@@ -94,8 +94,8 @@ def test_silu_has_the_bits_of_torch_for_every_narrow_value(dtype) -> None:
     for dy in (torch.ones_like(x), random, torch.full_like(x, torch.finfo(dtype).tiny)):
         pairs.append((silu.produced_gradient(dy, x), silu.gradient(dy, x)))
         pairs.append((swiglu.produced_gradient(dy, both), swiglu.gradient(dy, both)))
-    for made, want in pairs:
-        got, kind = materialize(made), torch.int16
+    for result, want in pairs:
+        got, kind = materialize(result), torch.int16
         equal = (got.view(kind) == want.view(kind)) | (got.isnan() & want.isnan())
         assert equal.all(), (got[~equal][:4], want[~equal][:4])
 
@@ -111,8 +111,8 @@ def test_gelu_is_finite_wherever_that_of_torch_is(dtype) -> None:
         (materialize(gelu.produced(x)), gelu.value(x)),
         (materialize(gelu.produced_gradient(dy, x)), gelu.gradient(dy, x)),
     )
-    for made, want in pairs:
-        assert (made.isfinite() | ~want.isfinite()).all() and (made.isnan() == x.isnan())[want.isfinite()].all()
+    for result, want in pairs:
+        assert (result.isfinite() | ~want.isfinite()).all() and (result.isnan() == x.isnan())[want.isfinite()].all()
         finite = want.isfinite()
-        far = (made[finite].float() - want[finite].float()).abs()
+        far = (result[finite].float() - want[finite].float()).abs()
         assert (far <= 2.0**-6 * want[finite].float().abs() + 1e-5).all()

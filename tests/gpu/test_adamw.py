@@ -43,8 +43,8 @@ STEPS = 3
 
 def values(shape: tuple[int, ...], step: int) -> Tensor:
     """Spread over many binades; the gradients of the second step hold infinities and NaN too."""
-    made = awkward_matrix(shape[0], torch.Size(shape[1:]).numel(), torch.float32).view(shape) * (step + 1)
-    return made if step == 1 else made.nan_to_num(0.5, 1.0, -1.0).clamp(-1e4, 1e4)
+    result = awkward_matrix(shape[0], torch.Size(shape[1:]).numel(), torch.float32).view(shape) * (step + 1)
+    return result if step == 1 else result.nan_to_num(0.5, 1.0, -1.0).clamp(-1e4, 1e4)
 
 
 def stepped(parameter: nn.Parameter, grads: list[Tensor], **options: object) -> dict[str, Tensor]:
@@ -68,11 +68,11 @@ def same_states(here: dict[str, Tensor], there: dict[str, Tensor]) -> None:
 def test_masters_have_the_bits_of_the_cpu(dtype, shape, maximize) -> None:
     grads = [values(shape, step).to(dtype) for step in range(STEPS)]
     start = values(shape, 0).to(dtype)
-    made = {device: nn.Parameter(start.to(device)) for device in DEVICES}
-    states = [stepped(made[device], grads, maximize=maximize, master_weights=True) for device in DEVICES]
+    results = {device: nn.Parameter(start.to(device)) for device in DEVICES}
+    states = [stepped(results[device], grads, maximize=maximize, master_weights=True) for device in DEVICES]
     same_states(*states)
-    assert torch.equal(bits(made["cuda"]), bits(made["cpu"]))
-    assert torch.equal(bits(made["cuda"]), bits(states[1]["master"].to(dtype)))
+    assert torch.equal(bits(results["cuda"]), bits(results["cpu"]))
+    assert torch.equal(bits(results["cuda"]), bits(states[1]["master"].to(dtype)))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -82,20 +82,20 @@ def test_planes_have_the_bits_of_the_cpu(name, dtype, shape) -> None:
     quantizer = Quantizer(formats.get(name), formats.get(name))
     start, grads = values(shape, 0).to(dtype), [values(shape, step).to(dtype) for step in range(STEPS)]
     for usage in USAGES:
-        made = {device: nn.Parameter(quantizer.make(start.to(device), usage)) for device in DEVICES}
-        for parameter in made.values():  # under a mark, codes of NVFP4 are not those of the other device
+        results = {device: nn.Parameter(quantizer.make(start.to(device), usage)) for device in DEVICES}
+        for parameter in results.values():  # under a mark, codes of NVFP4 are not those of the other device
             parameter.context = QuantizeContext(propagate=False)
-        addresses = [part.data_ptr() for plane in made["cuda"].planes if plane for part in plane.parts.values()]
-        states = [stepped(made[device], grads) for device in DEVICES]
+        addresses = [part.data_ptr() for plane in results["cuda"].planes if plane for part in plane.parts.values()]
+        states = [stepped(results[device], grads) for device in DEVICES]
         same_states(*states)
-        for here, there in zip(made["cpu"].planes, made["cuda"].planes, strict=True):
+        for here, there in zip(results["cpu"].planes, results["cuda"].planes, strict=True):
             same(here, there)
-        twin = made["cuda"].detach().clone()
+        twin = results["cuda"].detach().clone()
         twin.copy_(states[1]["master"])
-        for here, there in zip(twin.planes, made["cuda"].planes, strict=True):
+        for here, there in zip(twin.planes, results["cuda"].planes, strict=True):
             same(here, there)
-        kept = [part.data_ptr() for plane in made["cuda"].planes if plane for part in plane.parts.values()]
-        assert kept == addresses
+        saved = [part.data_ptr() for plane in results["cuda"].planes if plane for part in plane.parts.values()]
+        assert saved == addresses
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
@@ -106,16 +106,16 @@ def test_a_delayed_weight_is_written_by_the_step_under_the_scale_of_its_slot(dty
 
     fmt = formats.get("fp8_e4m3_delayed")
     grads = [values(shape, step).to(dtype) for step in range(2)]
-    made, states = {}, {}
+    results, states = {}, {}
     for device in DEVICES:
         states[device] = state = DelayedState(1, History(amax_history_len=4), device)
         state.scale.fill_(24.0)
-        made[device] = nn.Parameter(Quantizer(fmt, fmt).make(values(shape, 0).to(device, dtype)))
-        made[device].context = QuantizeContext(slots=(DelayedSlot(state.number, 0), None))
+        results[device] = nn.Parameter(Quantizer(fmt, fmt).make(values(shape, 0).to(device, dtype)))
+        results[device].context = QuantizeContext(slots=(DelayedSlot(state.number, 0), None))
     with mock.patch.object(adamw, "update_planes", wraps=adamw.update_planes) as one_pass:
-        same_states(*(stepped(made[device], grads) for device in DEVICES))
+        same_states(*(stepped(results[device], grads) for device in DEVICES))
     assert one_pass.call_count == len(grads)
-    for here, there in zip(made["cpu"].planes, made["cuda"].planes, strict=True):
+    for here, there in zip(results["cpu"].planes, results["cuda"].planes, strict=True):
         same(here, there)
     assert torch.equal(bits(states["cuda"].amax_history), bits(states["cpu"].amax_history))
     assert states["cuda"].amax_history[0].item() > 0
@@ -144,26 +144,26 @@ STRIDES = {
 @pytest.mark.parametrize("strided", STRIDES.values(), ids=STRIDES.keys())
 def test_gradients_of_any_strides(strided, name) -> None:
     quantizer, grad = Quantizer(formats.get(name), formats.get(name)), torch.randn(64, 96).bfloat16()
-    made, states = (
+    results, states = (
         [nn.Parameter(quantizer.make(torch.ones(64, 96, device=device).bfloat16())) for device in DEVICES],
         [],
     )
-    for parameter in made:
+    for parameter in results:
         parameter.grad = strided(grad.to(parameter.device))
         assert not parameter.grad.is_contiguous()
         optimizer = AdamW([parameter], **RATES)
         optimizer.step()
         states.append(optimizer.state[parameter])
     same_states(*states)
-    for here, there in zip(made[0].planes, made[1].planes, strict=True):
+    for here, there in zip(results[0].planes, results[1].planes, strict=True):
         same(here, there)
 
 
 def test_a_parameter_of_any_strides_keeps_them() -> None:
     start, grad = torch.randn(24, 40).bfloat16(), torch.randn(40, 24).bfloat16()
-    made = [nn.Parameter(start.to(device).t()) for device in DEVICES]
-    same_states(*(stepped(p, [grad], master_weights=True) for p in made))
-    assert torch.equal(bits(made[0]), bits(made[1])) and made[1].stride() == (1, 40)
+    results = [nn.Parameter(start.to(device).t()) for device in DEVICES]
+    same_states(*(stepped(p, [grad], master_weights=True) for p in results))
+    assert torch.equal(bits(results[0]), bits(results[1])) and results[1].stride() == (1, 40)
 
 
 def test_versions_count_writes_by_kernels() -> None:
@@ -210,8 +210,8 @@ def test_a_captured_step_has_the_bits_of_eager_ones(masters, moments) -> None:
             graph.replay()
         same_states(
             *(
-                {f"{n} {k}": v.cpu() for n, p in enumerate(made) for k, v in of.state[p].items()}
-                for made, of in zip((eager, captured), optimizers, strict=True)
+                {f"{n} {k}": v.cpu() for n, p in enumerate(result) for k, v in of.state[p].items()}
+                for result, of in zip((eager, captured), optimizers, strict=True)
             )
         )
         for p, q in zip(eager[:2], captured[:2], strict=True):

@@ -90,14 +90,14 @@ EDGES = {
     ("name", "width"), [*((name, 128) for name in EDGES), ("packed", 64), ("masks of heads", 64), ("window", 256)]
 )
 def test_windows_and_masks_are_within_a_bound_of_blocks_of_keys(by_blocks, name, width, recipe) -> None:
-    options, given = EDGES[name]
-    given = {key: torch.as_tensor(each, device="cuda") for key, each in given.items()}
+    options, keywords = EDGES[name]
+    keywords = {key: torch.as_tensor(each, device="cuda") for key, each in keywords.items()}
     lead = (1200,) if name == "packed" else (2, 600)
     x = [torch.randn(*lead, heads, width, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
     options = {"num_gqa_groups": 2, "qkv_format": "bshd", "name": "a", "recipe": recipe, **options}
-    fused = step(DotProductAttention(4, width, **options), x, **given)
+    fused = step(DotProductAttention(4, width, **options), x, **keywords)
     by_blocks()
-    blocks = step(DotProductAttention(4, width, **options), x, **given)
+    blocks = step(DotProductAttention(4, width, **options), x, **keywords)
     for ours, theirs in zip(fused, blocks, strict=True):
         assert not torch.equal(ours, theirs)  # other sums
         assert (ours.float() - theirs.float()).norm() < (0.09 if recipe is ALL_FP8 else 0.04) * theirs.float().norm()

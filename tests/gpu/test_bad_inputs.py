@@ -71,20 +71,20 @@ def test_an_input_on_another_device_is_one_clear_error(name) -> None:
 class Experts(torch.nn.Module):
     """A grouped linear whose rows are split evenly."""
 
-    def __init__(self, **given) -> None:
+    def __init__(self, **options) -> None:
         super().__init__()
-        self.linear = duotone.GroupedLinear(4, 4096, 4096, **given)
+        self.linear = duotone.GroupedLinear(4, 4096, 4096, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x, [x.shape[0] // 4] * 4)
 
 
 def large(kind: str, name: str) -> torch.nn.Module:
-    given = {"device": "cuda", "params_dtype": torch.bfloat16, "recipe": recipes.load(name)}
+    options = {"device": "cuda", "params_dtype": torch.bfloat16, "recipe": recipes.load(name)}
     torch.manual_seed(3)
     if kind == "mlp":
-        return duotone.LayerNormMLP(4096, 8192, activation="swiglu", normalization="RMSNorm", bias=False, **given)
-    return Experts(**given) if kind == "experts" else duotone.Linear(4096, 4096, **given)
+        return duotone.LayerNormMLP(4096, 8192, activation="swiglu", normalization="RMSNorm", bias=False, **options)
+    return Experts(**options) if kind == "experts" else duotone.Linear(4096, 4096, **options)
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp", "experts"])
@@ -135,9 +135,9 @@ def test_random_shapes_and_strides_have_the_bits_of_the_plain_stages(dtype, data
     plain = fmt.encode(here)
     turned = fmt.derive(plain, here.shape[1]) if fmt.is_derivable else fmt.encode(here.t(), plane="col")
     assert row is not None and col is not None and turned is not None
-    for made, want in ((row.parts, plain), (col.parts, turned)):
+    for result, want in ((row.parts, plain), (col.parts, turned)):
         for part, value in want.items():
-            got = made[part].cpu()
+            got = result[part].cpu()
             assert got.shape == value.shape
             assert torch.equal(got.float().nan_to_num(-1.0), value.float().nan_to_num(-1.0)), (fmt.name, part)
     for plane, parts in ((row, plain), (col, turned)):
@@ -159,16 +159,16 @@ def test_a_linear_of_random_shapes_and_strides_multiplies_what_its_planes_hold(d
     (dx,) = torch.autograd.grad(y, [x], dy)
     plan = module.plan_for(x)
     rounded = recipe.name == "nvfp4"  # whose gradients are rounded at random
-    for made, a, b, gemm in ((y, x.detach(), module.weight, plan.fprop), (dx, dy, module.weight.t(), plan.dgrad)):
-        if made is dx and rounded:
-            assert made.isfinite().all()
+    for result, a, b, gemm in ((y, x.detach(), module.weight, plan.fprop), (dx, dy, module.weight.t(), plan.dgrad)):
+        if result is dx and rounded:
+            assert result.isfinite().all()
             continue
         left, right = (
             encode_plane(f, t.detach().contiguous()).dequantize(torch.float32) for f, t in ((gemm.a, a), (gemm.b, b))
         )
         exact, size = left.double() @ right.double().t(), left.double().abs() @ right.double().abs().t()
         # bf16's rounding, and Hopper's fast sums: each of up to 300 / 32 steps may lose 2^-11 of what there is.
-        assert ((made.double() - exact).abs() <= exact.abs() * 2**-8 + size * 2**-7 + 1e-30).all(), recipe.name
+        assert ((result.double() - exact).abs() <= exact.abs() * 2**-8 + size * 2**-7 + 1e-30).all(), recipe.name
 
 
 @pytest.fixture

@@ -107,9 +107,9 @@ def test_inputs_that_are_not_contiguous_or_misaligned() -> None:
     for a, b in [*views, (x, misaligned)]:
         for name in ONE_READ:
             quantizer = Quantizer(formats.get(name), formats.get(name))
-            here, made = plain(quantizer, a), quantizer.encode(b)
-            same(here[0], made.rowwise)
-            same(here[1], made.columnwise)
+            here, tensor = plain(quantizer, a), quantizer.encode(b)
+            same(here[0], tensor.rowwise)
+            same(here[1], tensor.columnwise)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -131,7 +131,7 @@ def test_delayed_casts_record_the_amax_and_use_the_scale(element, usage) -> None
     quantizer = Quantizer(fmt, fmt, history=History())
     x = torch.randn(130, 257)
     x[5, 7] = torch.nan
-    made = []
+    results = []
     for device in ("cpu", "cuda"):
         state = DelayedState(4, History(amax_history_len=8), device)
         state.largest = [fmt.largest] * 4
@@ -141,12 +141,12 @@ def test_delayed_casts_record_the_amax_and_use_the_scale(element, usage) -> None
         for _ in range(3):
             roll_all([state])
             quantizer.encode(x.to(device) * 2, usage, context)
-        made.append((planes, state))
-    same(made[0][0].rowwise, made[1][0].rowwise)
-    same(made[0][0].columnwise, made[1][0].columnwise)
-    assert torch.equal(bits(made[0][1].amax_history), bits(made[1][1].amax_history))
-    assert torch.equal(bits(made[0][1].scale), bits(made[1][1].scale))
-    assert made[1][1].amax_history[0, 2] > 0
+        results.append((planes, state))
+    same(results[0][0].rowwise, results[1][0].rowwise)
+    same(results[0][0].columnwise, results[1][0].columnwise)
+    assert torch.equal(bits(results[0][1].amax_history), bits(results[1][1].amax_history))
+    assert torch.equal(bits(results[0][1].scale), bits(results[1][1].scale))
+    assert results[1][1].amax_history[0, 2] > 0
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])

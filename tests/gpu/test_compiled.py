@@ -22,13 +22,13 @@ RECIPES = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "n
 
 def steps(module: torch.nn.Module, call: object, x: Tensor, count: int = 3) -> list[list[Tensor]]:
     """Output and gradients of some steps, whose delayed scales move."""
-    found = []
+    results = []
     for i in range(count):
-        given = (x.detach() * (1 + i)).requires_grad_()
-        y = call(given)  # type: ignore[operator]
-        gradients = torch.autograd.grad(y.square().sum(), [given, *module.parameters()])
-        found.append([y.detach(), *gradients])
-    return found
+        inputs = (x.detach() * (1 + i)).requires_grad_()
+        y = call(inputs)  # type: ignore[operator]
+        gradients = torch.autograd.grad(y.square().sum(), [inputs, *module.parameters()])
+        results.append([y.detach(), *gradients])
+    return results
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -37,14 +37,14 @@ def test_a_compiled_linear_gives_the_bits_of_eager(name, backend) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
-    made = [
+    results = [
         duotone.Linear(512, 384, bias=False, device="cuda", params_dtype=torch.bfloat16, recipe=recipes.load(name))
         for _ in range(2)
     ]
-    made[1].load_state_dict(made[0].state_dict(), strict=False)
-    duotone.load_rng_state(made[1], duotone.rng_state(made[0]))
-    compiled = torch.compile(made[1], backend=backend, fullgraph=True, dynamic=False)
-    for eager, traced in zip(steps(made[0], made[0], x), steps(made[1], compiled, x), strict=True):
+    results[1].load_state_dict(results[0].state_dict(), strict=False)
+    duotone.load_rng_state(results[1], duotone.rng_state(results[0]))
+    compiled = torch.compile(results[1], backend=backend, fullgraph=True, dynamic=False)
+    for eager, traced in zip(steps(results[0], results[0], x), steps(results[1], compiled, x), strict=True):
         for a, b in zip(eager, traced, strict=True):
             assert torch.equal(a, b)
 

@@ -48,9 +48,9 @@ def test_a_linear_on_cuda_multiplies_what_its_formats_decode_to(name) -> None:
     y.backward(dy)
 
     def planes(index: int, t: Tensor) -> tuple[Tensor, Tensor]:
-        made = [recipe(QuantizerRole("linear", each, "")) for each in TENSOR_TYPES]
-        drawn = sum(each.is_stochastic for each in made[:index])  # the seeds that earlier tensors took
-        row, col = made[index].encode(t, ctx=QuantizeContext(seed=seed + drawn))
+        results = [recipe(QuantizerRole("linear", each, "")) for each in TENSOR_TYPES]
+        drawn = sum(each.is_stochastic for each in results[:index])  # the seeds that earlier tensors took
+        row, col = results[index].encode(t, ctx=QuantizeContext(seed=seed + drawn))
         return row.dequantize(torch.float32).double(), col.dequantize(torch.float32).double()
 
     (xr, xc), (wr, wc), (gr, gc) = (

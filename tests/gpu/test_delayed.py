@@ -40,9 +40,9 @@ def test_first_steps_have_the_states_of_the_cpu(kind) -> None:
         if number == 0:
             dy[:32] = 0
         for m, device in ((here, "cpu"), (there, "cuda")):
-            given = () if kind == "linear" else (splits,)
+            inputs = () if kind == "linear" else (splits,)
             with duotone.autocast(recipe=RECIPE):
-                y = m(x.to(device).requires_grad_(), *given)
+                y = m(x.to(device).requires_grad_(), *inputs)
             y.backward(dy.to(device))
         for ours, theirs in zip(states(here), states(there), strict=True):
             assert torch.equal(ours, theirs)

@@ -31,8 +31,8 @@ def test_a_gradient_penalty_in_high_precision_is_torchs() -> None:
         a, b = h.chunk(2, -1)
         return F.linear(F.silu(a) * b, m.fc2.weight, m.fc2.bias)
 
-    given = [torch.randn(32, 64, device="cuda", requires_grad=True), *m.parameters()]
-    for got, want in zip(penalty(m, given), penalty(plain, given), strict=True):
+    inputs = [torch.randn(32, 64, device="cuda", requires_grad=True), *m.parameters()]
+    for got, want in zip(penalty(m, inputs), penalty(plain, inputs), strict=True):
         assert (got is None) == (want is None)
         if want is not None:
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * want.abs().max().item())

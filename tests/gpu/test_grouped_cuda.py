@@ -98,18 +98,18 @@ def test_casts_of_segments_have_the_bits_of_separate_casts(pair, splits, how) ->
         segments, table = native.segments_of(splits, x), native.table(parts)
     for usage in (Usage(True, True), Usage(True, False), Usage(False, True)):
         used = row if usage.rowwise else None, col if usage.columnwise else None
-        made = segment_cast(*used, x, True)(parts[0] if table else x, segments, table=table)
+        result = segment_cast(*used, x, True)(parts[0] if table else x, segments, table=table)
         start = at = 0
         for e, part in enumerate(parts):
             n, p = len(part), native.width(len(part), multiple)
             alone = Quantizer(row, col).encode(part, usage)
             if usage.rowwise:
-                assert torch.equal(made.row[start : start + n], alone.rowwise.parts["codes"])
-                compare(made.row_scale, alone.rowwise.parts["scale"], row, e, (start if whole else at, n))
+                assert torch.equal(result.row[start : start + n], alone.rowwise.parts["codes"])
+                compare(result.row_scale, alone.rowwise.parts["scale"], row, e, (start if whole else at, n))
             if usage.columnwise:
-                codes = made.col[:, at : at + p] if whole else made.col[K * at : K * (at + p)].view(K, p)
+                codes = result.col[:, at : at + p] if whole else result.col[K * at : K * (at + p)].view(K, p)
                 assert torch.equal(codes[:, :n], alone.columnwise.parts["codes"]) and not codes[:, n:].any()
-                compare(made.col_scale, alone.columnwise.parts["scale"], col, e, None)
+                compare(result.col_scale, alone.columnwise.parts["scale"], col, e, None)
             start, at = start + n, at + p
 
 
@@ -119,18 +119,18 @@ def test_casts_of_segments_to_blocks_have_the_bits_of_separate_casts(pair, split
     row, col = (formats.get(f"fp8_e4m3_{name}") for name in pair)
     x = awkward(sum(splits), K)
     segments = native.segments_of(torch.tensor(splits, device="cuda"), x)
-    made = segment_cast(row, col, x, True)(x, segments)
+    result = segment_cast(row, col, x, True)(x, segments)
     start = at = 0
     for part in x.split(splits):
         n, p = len(part), native.width(len(part), native.CHUNK)
         alone = Quantizer(row, col).encode(part, Usage(True, True)) if n else None
         if alone is not None:
-            assert torch.equal(made.row[start : start + n], alone.rowwise.parts["codes"])
-            assert torch.equal(made.col[:, at : at + n], alone.columnwise.parts["codes"])
-            assert not made.col[:, at + n : at + p].any()
+            assert torch.equal(result.row[start : start + n], alone.rowwise.parts["codes"])
+            assert torch.equal(result.col[:, at : at + n], alone.columnwise.parts["codes"])
+            assert not result.col[:, at + n : at + p].any()
             for stored, plane, fmt, lines in (
-                (made.row_scale, alone.rowwise, row, start),
-                (made.col_scale, alone.columnwise, col, at),
+                (result.row_scale, alone.rowwise, row, start),
+                (result.col_scale, alone.columnwise, col, at),
             ):
                 scale, first = plane.parts["scale"], lines * 2 if fmt.block.rows == 1 else at // 128 * 2
                 flat = (scale.t() if fmt.block.rows == 1 else scale).reshape(-1)
@@ -140,14 +140,14 @@ def test_casts_of_segments_to_blocks_have_the_bits_of_separate_casts(pair, split
 
 def compare(stored: Tensor, scale: Tensor, fmt, e: int, rows: tuple[int, int] | None) -> None:
     lines = fmt.block.rows == 1
-    found = stored[rows[0] : rows[0] + rows[1]] if lines and rows is not None else stored[e]
-    assert lines or not found.data_ptr() % 16, "cuBLAS refuses scales elsewhere"
-    same([found], [scale.reshape(-1)])
+    result = stored[rows[0] : rows[0] + rows[1]] if lines and rows is not None else stored[e]
+    assert lines or not result.data_ptr() % 16, "cuBLAS refuses scales elsewhere"
+    same([result], [scale.reshape(-1)])
 
 
-def group(recipe, count: int = 3, **given) -> duotone.GroupedLinear:
+def group(recipe, count: int = 3, **keywords) -> duotone.GroupedLinear:
     torch.manual_seed(3)
-    options = {"bias": False, **CUDA, **given}
+    options = {"bias": False, **CUDA, **keywords}
     return duotone.GroupedLinear(count, K, N, recipe=recipe, name="g", **options)
 
 
@@ -166,14 +166,14 @@ def train(m, x: Tensor, dy: Tensor, splits, **call) -> list:
 
 
 def separate(m: duotone.GroupedLinear) -> list[duotone.Linear]:
-    made = []
+    results = []
     for i in range(m.num_gemms):
         one = duotone.Linear(K, N, bias=m.use_bias, recipe=m.recipe, name=f"g{i}", **CUDA)
         one.weight = m.weights[i]
         if m.use_bias:
             one.bias = m.biases[i]
-        made.append(one)
-    return made
+        results.append(one)
+    return results
 
 
 def train_each(linears: list[duotone.Linear], x: Tensor, dy: Tensor, splits: list[int]) -> list:
@@ -239,16 +239,16 @@ def test_inputs_of_every_kind_give_the_same(name) -> None:
 
 @pytest.mark.parametrize("name", SEGMENTED)
 def test_main_grad_delayed_gradients_and_cached_weights_give_the_bits_of_the_loop(name, monkeypatch, apart) -> None:
-    for given in ({"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}, {}):
-        m = group(recipes.load(name), **given)
+    for arguments in ({"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}, {}):
+        m = group(recipes.load(name), **arguments)
         twin = copy.deepcopy(m)
         monkeypatch.setattr(twin, "make_stage", lambda linears: GroupedStage(tuple(linears)))
         for one, p in itertools.product((m, twin), range(3)):
             one.weights[p].main_grad = torch.ones(N, K, device="cuda")
         for step, first in enumerate((True, False)):
             x, dy = inputs(SPLITS[1], step)
-            found = [train(one, x, dy, SPLITS[1], is_first_microbatch=first) for one in (m, twin)]
-            same(*found)
+            results = [train(one, x, dy, SPLITS[1], is_first_microbatch=first) for one in (m, twin)]
+            same(*results)
             for one in (m, twin):
                 one.backward_dw()
             same([w.main_grad for w in m.weights], [w.main_grad for w in twin.weights])
@@ -322,11 +322,11 @@ def test_host_splits_do_not_wait_either() -> None:
 def test_counts_on_the_device_are_waited_for_where_no_grouped_product_takes_them() -> None:
     x, dy = inputs(SPLITS[0])
     counts = torch.tensor(SPLITS[0], device="cuda")
-    for recipe, given in (
+    for recipe, arguments in (
         (recipes.load("fp8-current"), {"delay_wgrad_compute": True}),
         (recipes.load("mxfp8"), {}),
     ):
-        m = group(recipe, **given)
+        m = group(recipe, **arguments)
         same(train(m, x, dy, counts), train(copy.deepcopy(m), x, dy, SPLITS[0]))
         with pytest.raises(duotone.UserError, match="sum to"):
             m(x[:-1], counts)
@@ -391,8 +391,8 @@ def test_grouped_products_are_those_of_their_segments(lines, fast, pair, dtype) 
         segments = native.segments_of(torch.tensor(splits, device="cuda"), x)
         product = GroupedProduct(fast, int(lines))
         y = product.of_rows(x, w, (scales[0], scales[1]), segments, dtype)
-        given = zip((n, k), codes, strict=True)
-        wide = [torch.full((size, segments.width), 100.0, device="cuda").to(code) for size, code in given]
+        inputs = zip((n, k), codes, strict=True)
+        wide = [torch.full((size, segments.width), 100.0, device="cuda").to(code) for size, code in inputs]
         start = at = 0
         for rows_here in splits:
             for padded, one in zip(wide, (dy, x), strict=True):

@@ -142,9 +142,9 @@ def test_shapes_that_come_and_go_leave_no_descriptors(monkeypatch) -> None:
 def test_a_linear_adds_in_fp32_what_autograd_would_have_been_given(name) -> None:
     if "row-scaled" in name:
         pytest.skip("it asks for the types of tensors")
-    given = {"recipe": recipes.load(name), **CUDA}
-    m = duotone.Linear(K, N, fuse_wgrad_accumulation=True, **given)
-    plain = duotone.Linear(K, N, **given)
+    options = {"recipe": recipes.load(name), **CUDA}
+    m = duotone.Linear(K, N, fuse_wgrad_accumulation=True, **options)
+    plain = duotone.Linear(K, N, **options)
     plain.load_state_dict(m.state_dict())
     duotone.load_rng_state(plain, duotone.rng_state(m))
     m.weight.main_grad = torch.ones(N, K, device="cuda")

@@ -44,12 +44,12 @@ def test_mlp_under_identity_is_torch(norm_name="RMSNorm") -> None:
 
 @pytest.mark.parametrize("name", recipes.names())
 def test_a_pipeline_gives_the_bits_of_its_ops(name) -> None:
-    made = [
+    outputs = [
         ops.Linear(256, 512, name="a", **CUDA),
         ops.SwiGLU(),
         ops.Linear(256, 128, **CUDA),
     ]
-    whole, parts = ops.Sequential(*made), nn.Sequential(*copy.deepcopy(made))
+    whole, parts = ops.Sequential(*outputs), nn.Sequential(*copy.deepcopy(outputs))
     x = torch.randn(96, 256, device="cuda").bfloat16().requires_grad_()
     dy = torch.randn(96, 128, device="cuda").bfloat16()
     results = []
@@ -120,8 +120,8 @@ def test_moe_of_small_experts_does_not_wait_for_its_row_counts(name, monkeypatch
     train(moe)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = train(moe)
+        result = train(moe)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for a, b in zip(found, wanted[1], strict=True):
+    for a, b in zip(result, wanted[1], strict=True):
         assert a.isfinite().all() and (a - b).norm() <= 2e-2 * b.norm() + 1e-6  # two sums in an order of their own

@@ -93,9 +93,9 @@ def test_norms_are_those_of_float64(kind, shape, dtype) -> None:
     torch.testing.assert_close(y.double(), want.detach(), rtol=step, atol=step + 1e-5)
     slopes = gradients[0].abs().amax().item()  # large for a row of one element, whose variance is 0
     torch.testing.assert_close(got[0].double(), gradients[0], rtol=2 * step, atol=step + 1e-4 * (1 + slopes))
-    for made, right in zip(got[1:], gradients[1:], strict=False):
-        assert made.dtype is dtype and made.shape == right.shape
-        torch.testing.assert_close(made.double(), right, rtol=step, atol=1e-5 * rows**0.5 * 8 + step)
+    for result, right in zip(got[1:], gradients[1:], strict=False):
+        assert result.dtype is dtype and result.shape == right.shape
+        torch.testing.assert_close(result.double(), right, rtol=step, atol=1e-5 * rows**0.5 * 8 + step)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,12 +120,12 @@ def test_only_the_gradients_that_are_asked_for_are_made(kind) -> None:
     _, *saved = by_kernels(kind, x, gamma, beta)
     everything = NORMS[kind].backward_of_produced(x, x, gamma, beta, saved, (True, True, True))
     for needs in ((True, False, True), (False, True, False), (True, False, False), (False, True, True)):
-        for made, full, need in zip(
+        for result, full, need in zip(
             NORMS[kind].backward_of_produced(x, x, gamma, beta, saved, needs), everything, needs, strict=True
         ):
-            assert (made is None) == (full is None or not need)
-            if made is not None:
-                same(made, full)
+            assert (result is None) == (full is None or not need)
+            if result is not None:
+                same(result, full)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -181,20 +181,20 @@ def test_a_cast_on_the_way_has_the_bits_of_a_cast_after(kind, fmt, shape, dtype,
     x[0, :3] = torch.tensor([0.0, 3e4, -1e-4])
     if shape[0] > 8:
         x[3, 5], x[4, 7], x[6] = torch.nan, torch.inf, 0.0
-    found, quantizer = formats.get(fmt), Quantizer(formats.get(fmt), formats.get(fmt))
-    slots = [Given() if found.is_delayed else None for _ in range(2)]
+    outcome, quantizer = formats.get(fmt), Quantizer(formats.get(fmt), formats.get(fmt))
+    slots = [Given() if outcome.is_delayed else None for _ in range(2)]
     contexts = [LOCAL if slot is None else QuantizeContext(slots=(slot, slot)) for slot in slots]
     y, *saved = by_kernels(kind, x, gamma, beta)
-    wanted = (found if one else None for one in usage)
+    wanted = (outcome if one else None for one in usage)
     after = encode_once(*wanted, y, contexts[0])
-    made = NORMS[kind].produced(x, gamma, beta, EPS)
-    on_the_way = quantizer.encode_produced(made, usage, contexts[1])
+    result = NORMS[kind].produced(x, gamma, beta, EPS)
+    on_the_way = quantizer.encode_produced(result, usage, contexts[1])
     assert after is not None and on_the_way is not None
     for a, b in zip(after, on_the_way, strict=True):
         assert (a is None) == (b is None)
         for part in () if a is None else a.parts:
             same(a.parts[part], b.parts[part])
-    for a, b in zip(saved, made.saved, strict=True):
+    for a, b in zip(saved, result.saved, strict=True):
         same(a, b)
     if slots[0] is not None:
         assert slots[0].live.item() == slots[1].live.item() > 0
@@ -202,15 +202,15 @@ def test_a_cast_on_the_way_has_the_bits_of_a_cast_after(kind, fmt, shape, dtype,
 
 def step(module: nn.Module, x: Tensor, recipe: str) -> list[Tensor]:
     """Outputs, gradients and scales of two steps."""
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for i in range(2):
         leaf = (x * (1 + i)).requires_grad_()
         with duotone.autocast(recipe=recipes.load(recipe)):
             y = module(leaf)
         outputs = y if isinstance(y, tuple) else (y,)
         total = sum(out.float().square().sum() for out in outputs)
-        found += [*(out.detach() for out in outputs), *torch.autograd.grad(total, [leaf, *module.parameters()])]
-    return found
+        results += [*(out.detach() for out in outputs), *torch.autograd.grad(total, [leaf, *module.parameters()])]
+    return results
 
 
 def build(kind: str, normalization: str, **more: Any) -> nn.Module:
@@ -247,7 +247,7 @@ def test_a_step_with_and_without_the_fusion_is_the_same(kind, recipe, monkeypatc
 def test_planes_that_backward_makes_again_are_those_of_forward(recipe) -> None:
     x = torch.randn(160, 256, device="cuda").bfloat16()
     for normalization in KINDS:
-        found = []
+        results = []
         for again in (False, True):
             torch.manual_seed(3)
             chosen = replace(recipes.load(recipe), recompute_columnwise=again)
@@ -260,8 +260,8 @@ def test_planes_that_backward_makes_again_are_those_of_forward(recipe) -> None:
                 leaf = (x * (1 + i)).requires_grad_()
                 y = module(leaf)
                 of_one += [y.detach(), *torch.autograd.grad(y.float().square().sum(), [leaf, *module.parameters()])]
-            found.append(of_one)
-        for a, b in zip(*found, strict=True):
+            results.append(of_one)
+        for a, b in zip(*results, strict=True):
             assert a.isfinite().all() and torch.equal(a, b)
 
 

@@ -150,8 +150,8 @@ def test_the_epilogue_has_the_bits_of_the_plain_stages(shape, dtype) -> None:
         right = Factors(y, torch.rand(n) if b == "lines" else b, divisor)
         moved = [None if f.epilogue_scale is None else f.epilogue_scale.cuda() for f in (left, right)]
         out = torch.empty_like(y, dtype=dtype, device="cuda")
-        made = finish(y.cuda(), *moved, 1.0 / divisor / divisor, None if add is None else add.cuda(), out)
-        assert torch.equal(bits(made), bits(products.finish(products.scaled(y, left, right), dtype, add)))
+        result = finish(y.cuda(), *moved, 1.0 / divisor / divisor, None if add is None else add.cuda(), out)
+        assert torch.equal(bits(result), bits(products.finish(products.scaled(y, left, right), dtype, add)))
 
 
 @pytest.mark.parametrize(

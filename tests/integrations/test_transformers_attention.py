@@ -97,14 +97,14 @@ def test_edges_of_a_collator_keep_packed_sequences_apart(is_masked) -> None:
     """Although a model with a cache, as transformers builds one by default, makes no mask of packed positions."""
     model = duotone.convert(llama("duotone"), HIGH).eval()
     tokens, edges = torch.arange(12)[None] + 3, torch.tensor([0, 5, 12], dtype=torch.int32)
-    given = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": 7, "max_length_k": 7}
-    given |= {"attention_mask": torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()} if is_masked else {}
+    options = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": 7, "max_length_k": 7}
+    options |= {"attention_mask": torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()} if is_masked else {}
     positions = torch.cat((torch.arange(5), torch.arange(7)))[None]
-    packed = model(input_ids=tokens, position_ids=positions, **given).logits
+    packed = model(input_ids=tokens, position_ids=positions, **options).logits
     alone = [model(input_ids=part).logits for part in tokens.split((5, 7), 1)]
     torch.testing.assert_close(packed, torch.cat(alone, 1), atol=1e-5, rtol=1e-5)
     with pytest.raises(UserError, match="packed sequences are one row; got 2 rows"):
-        model(input_ids=tokens.expand(2, -1), **{**given, "attention_mask": None})
+        model(input_ids=tokens.expand(2, -1), **{**options, "attention_mask": None})
 
 
 def test_a_static_cache_generates_what_sdpa_does() -> None:

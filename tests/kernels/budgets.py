@@ -51,10 +51,10 @@ def measure(made: Any) -> Use:
         file.write(made.asm["cubin"])
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", told)
-    assert len(found) == 1, told
-    registers, stack, fixed, local = (int(n) for n in found[0])
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    result = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
+    assert len(result) == 1, text
+    registers, stack, fixed, local = (int(n) for n in result[0])
     return Use(registers, stack + local, fixed + made.metadata.shared)  # a launch asks for the latter
 
 

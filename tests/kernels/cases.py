@@ -71,7 +71,7 @@ NAMES = {
 
 def launched(name: str, call: Callable[[], object]) -> list[Case]:
     """What `call` launches on a GPU, as cases: its arguments are CPU tensors, and nothing runs."""
-    found: list[Case] = []
+    results: list[Case] = []
 
     def record(
         launch: Launch, programs: int, tensors: Any, integers: Any = (), floats: Any = (), descriptors: Any = ()
@@ -80,10 +80,10 @@ def launched(name: str, call: Callable[[], object]) -> list[Case]:
         rest = constants.pop("num_warps"), constants.pop("num_stages"), constants.pop("enable_fp_fusion", True)
         rest = *rest, constants.pop("maxnreg", None)
         arguments = *[TensorDescriptor(*each) for each in descriptors], *tensors, *integers, *floats
-        given = dict(zip((p.name for p in launch.function.params), arguments, strict=False))
+        options = dict(zip((p.name for p in launch.function.params), arguments, strict=False))
         any_alignment = {p.name for p in launch.function.params if p.do_not_specialize_on_alignment}
         types = {}
-        for key, value in given.items():
+        for key, value in options.items():
             if value is None or (isinstance(value, int) and value == 1):
                 constants[key] = value
             elif isinstance(value, torch.Tensor):
@@ -92,12 +92,12 @@ def launched(name: str, call: Callable[[], object]) -> list[Case]:
                 types[key] = f"tensordesc<{NAMES[value.base.dtype]}{value.block_shape}>"
             else:
                 types[key] = "fp32" if isinstance(value, float) else "i32" + ":16" * (value % 16 == 0)
-        label = f"{name}: {launch.function.__name__}" if found else name
-        found.append(Case(label, launch.function, types, constants, *rest))
+        label = f"{name}: {launch.function.__name__}" if results else name
+        results.append(Case(label, launch.function, types, constants, *rest))
 
     with mock.patch.multiple(Launch, __call__=record, repeated=lambda *launch: None):
         call()
-    return found
+    return results
 
 
 def matrix(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -115,32 +115,32 @@ def spec(name: str) -> cast.PlaneSpec:
 
 
 def casts(row: str, col: str, m: int, k: int) -> list[Case]:
-    made = cast.Cast(spec(row), spec(col), row == col and formats.get(row).is_derivable)
+    kernel = cast.Cast(spec(row), spec(col), row == col and formats.get(row).is_derivable)
     live = torch.zeros(1, dtype=torch.int32) if formats.get(row).is_delayed else None
     scale = torch.ones(1)
     name = f"both planes {row}{'' if row == col else f' and {col}'}{'' if m % 128 == 0 else ', odd sizes'}"
-    return launched(name, lambda: made(matrix(m, k), (scale, scale), live))
+    return launched(name, lambda: kernel(matrix(m, k), (scale, scale), live))
 
 
 def rewrite(name: str) -> list[Case]:
     """A cast over planes that are there, which a flag turns off."""
-    made, matrices = cast.Cast(spec(name), spec(name), formats.get(name).is_derivable), matrix(256, 512)
+    kernel, matrices = cast.Cast(spec(name), spec(name), formats.get(name).is_derivable), matrix(256, 512)
     planes = tuple(
         {"codes": torch.empty_strided(*of[:2], dtype=torch.uint8), "scale": torch.empty_strided(*of[2:4])}
-        for of in (cast._buffers(made.row, 256, 512), cast._buffers(made.col, 512, 256))
+        for of in (cast._buffers(kernel.row, 256, 512), cast._buffers(kernel.col, 512, 256))
         if of is not None
     )
-    if made.shares_scale:
+    if kernel.shares_scale:
         planes[1]["scale"] = planes[0]["scale"]
     delayed = (torch.ones(1), None), torch.zeros(1, dtype=torch.int32)
-    given = delayed if formats.get(name).is_delayed else ()
+    inputs = delayed if formats.get(name).is_delayed else ()
     return launched(
-        f"rewrite of {name}", lambda: made.over(matrices, planes, torch.zeros(1, dtype=torch.int32), *given)
+        f"rewrite of {name}", lambda: kernel.over(matrices, planes, torch.zeros(1, dtype=torch.int32), *inputs)
     )
 
 
 def on_the_way(fmt: str, act: str, gated: bool) -> list[Case]:
-    made = cast.Cast(spec(fmt), spec(fmt), formats.get(fmt).is_derivable)
+    kernel = cast.Cast(spec(fmt), spec(fmt), formats.get(fmt).is_derivable)
     live = torch.zeros(1, dtype=torch.int32) if formats.get(fmt).is_delayed else None
     wide = matrix(256, 1024 if gated else 512)
     value = activations.value(act, wide, gated)
@@ -148,16 +148,16 @@ def on_the_way(fmt: str, act: str, gated: bool) -> list[Case]:
     name = f"{'gated ' * gated}{act} to {fmt}"
     scales = torch.ones(1), None
     return [
-        *launched(name, lambda: made.produced(value, scales, live)),
-        *launched(f"{name}, gradient", lambda: made.produced(slope, scales, live)),
+        *launched(name, lambda: kernel.produced(value, scales, live)),
+        *launched(f"{name}, gradient", lambda: kernel.produced(slope, scales, live)),
     ]
 
 
 def two_level(row: str, col: str, m: int, k: int) -> list[Case]:
     fmt = formats.get(row)
-    made = _two_level_cast(fmt, formats.get(col), row == col and fmt.is_derivable)
+    result = _two_level_cast(fmt, formats.get(col), row == col and fmt.is_derivable)
     name = f"both planes {row}{'' if row == col else f' and {col}'}{'' if m % 128 == 0 else ', odd sizes'}"
-    return launched(name, lambda: made(matrix(m, k), seed=torch.zeros(1, dtype=torch.int64)))
+    return launched(name, lambda: result(matrix(m, k), seed=torch.zeros(1, dtype=torch.int64)))
 
 
 def decode_two_level(name: str, dtype: torch.dtype, scaled: bool, k: int) -> list[Case]:
@@ -280,15 +280,15 @@ CASES += [
 
 def in_segments(row: str, col: str, whole: bool, table: bool) -> list[Case]:
     """Eight segments of a matrix, or matrices of their own."""
-    made = cast.Cast(spec(row), spec(col), row == col and formats.get(row).is_derivable)
+    kernel = cast.Cast(spec(row), spec(col), row == col and formats.get(row).is_derivable)
     segments = segment_cast.Segments(torch.empty(16, dtype=torch.int32), 8, 256, 256, whole)
     delayed = formats.get(row).is_delayed
-    given = (torch.ones(1), torch.zeros(1, dtype=torch.int32), 4) if delayed else (None, None, 0)
+    inputs = (torch.ones(1), torch.zeros(1, dtype=torch.int32), 4) if delayed else (None, None, 0)
     where = segment_cast.Table(torch.empty(8, dtype=torch.int64), True) if table else None
     kind = f"{', for grouped products' * whole}{', apart' * table}"
     name = f"segments {row}{'' if row == col else f' and {col}'}{kind}"
-    encode = segment_cast.SegmentCast(made)
-    return launched(name, lambda: encode(matrix(256, 512), segments, given, where))
+    encode = segment_cast.SegmentCast(kernel)
+    return launched(name, lambda: encode(matrix(256, 512), segments, inputs, where))
 
 
 CASES += [
@@ -305,10 +305,10 @@ CASES += [
 
 def in_block_segments(row: str, col: str, table: bool) -> list[Case]:
     """As `in_segments`, in blocks of 128."""
-    made = cast.Cast(spec(row), spec(col), row == col and formats.get(row).is_derivable)
+    kernel = cast.Cast(spec(row), spec(col), row == col and formats.get(row).is_derivable)
     segments = segment_cast.Segments(torch.empty(16, dtype=torch.int32), 8, 1024, 1024, not table)
     where = segment_cast.Table(torch.empty(8, dtype=torch.int64), True) if table else None
-    encode = segment_blocks.BlockSegmentCast(made)
+    encode = segment_blocks.BlockSegmentCast(kernel)
     name = f"segments {row}{'' if row == col else f' and {col}'}{', apart' * table}"
     return launched(name, lambda: encode(matrix(1024, 512), segments, table=where))
 
@@ -322,7 +322,7 @@ CASES += [
 
 def grouped_products(first: str, fast: bool, scales: int, square: bool = False) -> list[Case]:
     """y and dw of eight segments, the first operand in E4M3 or E5M2."""
-    made, lines = grouped.GroupedProduct(fast, scales, square), scales == grouped.LINE.value
+    kernel, lines = grouped.GroupedProduct(fast, scales, square), scales == grouped.LINE.value
     segments = segment_cast.Segments(torch.empty(16, dtype=torch.int32), 8, 256, 1280)
     left, right = formats.get(f"fp8_{first}_tensor").code_dtype, torch.float8_e4m3fn
     assert left is not None
@@ -335,15 +335,15 @@ def grouped_products(first: str, fast: bool, scales: int, square: bool = False) 
     apart = grouped.Scattered(w[0], 8, 512 * 512, torch.empty(16, dtype=torch.int64))
     bf16, main = torch.bfloat16, torch.empty(8, 512, 256)
     places = segment_cast.Table(torch.arange(8) * 512 * 256, True)
-    given = dy, xt, (rows, cols), segments, main, places, True
+    arguments = dy, xt, (rows, cols), segments, main, places, True
     bias = matrix(8, 512)
     with mock.patch.object(grouped, "_multiprocessors", return_value=132):
         return [
-            *launched(f"grouped rows, {name}", lambda: made.of_rows(x, w, (of_x, rows), segments, bf16)),
-            *launched(f"grouped rows, {name}, bias", lambda: made.of_rows(x, w, (of_x, rows), segments, bf16, bias)),
-            *launched(f"grouped rows, {name}, apart", lambda: made.of_rows(x, apart, (of_x, rows), segments, bf16)),
-            *launched(f"grouped columns, {name}", lambda: made.of_columns(dy, xt, (rows, cols), segments, bf16)),
-            *launched(f"grouped columns, {name}, adding", lambda: made.of_columns_into(*given)),
+            *launched(f"grouped rows, {name}", lambda: kernel.of_rows(x, w, (of_x, rows), segments, bf16)),
+            *launched(f"grouped rows, {name}, bias", lambda: kernel.of_rows(x, w, (of_x, rows), segments, bf16, bias)),
+            *launched(f"grouped rows, {name}, apart", lambda: kernel.of_rows(x, apart, (of_x, rows), segments, bf16)),
+            *launched(f"grouped columns, {name}", lambda: kernel.of_columns(dy, xt, (rows, cols), segments, bf16)),
+            *launched(f"grouped columns, {name}, adding", lambda: kernel.of_columns_into(*arguments)),
         ]
 
 
@@ -371,30 +371,31 @@ def norm(kind: str, m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> norm
 
 def norm_kernels(kind: str, k: int, dtype: torch.dtype = torch.bfloat16, folds: bool = False) -> list[Case]:
     """Of more rows than a backward has programs; `folds` includes the sum of the partial gradients."""
-    name, given = f"{kind} {k} {NAMES[dtype]}", norm(kind, 8192, k, dtype)
+    name, inputs = f"{kind} {k} {NAMES[dtype]}", norm(kind, 8192, k, dtype)
     rows = torch.empty(8192)
-    saved = rows if given.centred else None, rows
-    needs = True, True, given.centred
+    saved = rows if inputs.centred else None, rows
+    needs = True, True, inputs.centred
     return [
-        *launched(name, given.make),
+        *launched(name, inputs.make),
         *launched(f"{name}, statistics", norm(kind, 8192, k, dtype).measure),
-        *launched(f"{name}, statistics and amax", given.measure_amax),
-        *launched(f"{name}, gradient", lambda: norms.backward(given.x, given.x, given.gamma, *saved, needs))[
+        *launched(f"{name}, statistics and amax", inputs.measure_amax),
+        *launched(f"{name}, gradient", lambda: norms.backward(inputs.x, inputs.x, inputs.gamma, *saved, needs))[
             : 1 + folds
         ],
         launched(
-            f"{name}, gradient and sum", lambda: norms.backward(given.x, given.x, given.gamma, *saved, needs, given.x)
+            f"{name}, gradient and sum",
+            lambda: norms.backward(inputs.x, inputs.x, inputs.gamma, *saved, needs, inputs.x),
         )[0],
     ]
 
 
 def normalised(kind: str, fmt: str, m: int, k: int) -> Case:
     """The cast of a norm that is made on the way, without what takes its statistics."""
-    made = cast.Cast(spec(fmt), spec(fmt), formats.get(fmt).is_derivable)
+    kernel = cast.Cast(spec(fmt), spec(fmt), formats.get(fmt).is_derivable)
     live = torch.zeros(1, dtype=torch.int32) if formats.get(fmt).is_delayed else None
-    given, name = activations.normalised(norm(kind, m, k)), f"{kind} to {fmt}{'' if m % 128 == 0 else ', odd sizes'}"
-    found = launched(name, lambda: made.produced(given, (torch.ones(1), None), live))
-    return replace(found[-1], name=name)
+    inputs, name = activations.normalised(norm(kind, m, k)), f"{kind} to {fmt}{'' if m % 128 == 0 else ', odd sizes'}"
+    result = launched(name, lambda: kernel.produced(inputs, (torch.ones(1), None), live))
+    return replace(result[-1], name=name)
 
 
 ON_THE_WAY = ["fp8_e4m3_delayed", "fp8_e4m3_tensor", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "mxfp8_e4m3"]

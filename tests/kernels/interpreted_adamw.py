@@ -52,10 +52,10 @@ def copied(given: State) -> State:
 def held(fmt: str, usage: Usage, shape: tuple[int, int], dtype: torch.dtype) -> tuple[nn.Parameter, Recording]:
     """A quantized parameter whose planes are memory of their own, as on CUDA, and its slot."""
     quantizer, slot = Quantizer(formats.get(fmt), formats.get(fmt)), Recording()
-    made = quantizer.make(torch.randn(shape, dtype=dtype), usage, QuantizeContext(slots=(slot, None)))
-    row, col = made.planes
+    tensor = quantizer.make(torch.randn(shape, dtype=dtype), usage, QuantizeContext(slots=(slot, None)))
+    row, col = tensor.planes
     planes = Planes(row, col and col.map(lambda part: part.clone(memory_format=torch.contiguous_format)))
-    parameter = nn.Parameter(QuantizedTensor(planes, quantizer, made.shape, dtype), False)
+    parameter = nn.Parameter(QuantizedTensor(planes, quantizer, tensor.shape, dtype), False)
     parameter.context = QuantizeContext(slots=(slot, None))
     slot.live = torch.tensor([1e-3]).view(torch.int32)
     return parameter, slot

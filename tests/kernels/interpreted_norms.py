@@ -94,11 +94,14 @@ def on_the_way() -> Check:
         scale, norm, other = torch.full((1,), 17.5), *(Norm(x, *affine, EPS, centred, (rows,)) for _ in range(2))
         lives = [torch.zeros(1, dtype=torch.int32) if fmt.is_delayed else None for _ in range(2)]
         after = cast(norm.make(), (scale, scale), lives[0])
-        made = activations.normalised(other)
-        between = cast.produced(made, (scale, scale), lives[1])
+        result = activations.normalised(other)
+        between = cast.produced(result, (scale, scale), lives[1])
         where = f"{name} {dtype} {rows} {i} {sides}"
         yield f"{where} amax", lives[0] is lives[1] is None or torch.equal(lives[0], lives[1])
-        yield f"{where} saved", all(torch.equal(bits(a), bits(b)) for a, b in zip(norm.saved, made.saved, strict=True))
+        yield (
+            f"{where} saved",
+            all(torch.equal(bits(a), bits(b)) for a, b in zip(norm.saved, result.saved, strict=True)),
+        )
         for a, b in zip(after, between, strict=True):
             yield where, a is b is None or all(torch.equal(bits(a[part]), bits(b[part])) for part in a)
 

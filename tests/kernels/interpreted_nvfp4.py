@@ -36,8 +36,8 @@ class Libdevice:
 
 
 def product(value: Any, q: Any) -> Any:
-    made = value * q
-    return tl.where(made == made, made, float("nan"))
+    result = value * q
+    return tl.where(result == result, result, float("nan"))
 
 
 def bf16_pair(low: Any, high: Any) -> Any:
@@ -56,12 +56,12 @@ REPLACED = [
 
 def twins(row: Format | None, col: Format | None, x: Tensor) -> list[dict[str, Tensor] | None]:
     """The parts of both planes by the plain stages."""
-    made = [None if row is None else row.encode(x, seed=SEED)]
+    results = [None if row is None else row.encode(x, seed=SEED)]
     if col is None:
-        return [*made, None]
+        return [*results, None]
     if col.is_derivable:
-        return [*made, col.derive(col.encode(x, seed=SEED), x.shape[1])]
-    return [*made, col.encode(x.t(), seed=SEED, plane="col")]
+        return [*results, col.derive(col.encode(x, seed=SEED), x.shape[1])]
+    return [*results, col.encode(x.t(), seed=SEED, plane="col")]
 
 
 def planes(everything: bool) -> Check:
@@ -72,8 +72,8 @@ def planes(everything: bool) -> Check:
     """
     x = awkward()
     huge = torch.randn(17, 40) * 1e30
-    given = [(x[:64, :112].bfloat16(), "whole"), (x[1:, :47].half(), "odd"), (x[:, :1], "column"), (huge, "huge")]
-    for name, (matrix, what) in itertools.product(NAMES, given):
+    inputs = [(x[:64, :112].bfloat16(), "whole"), (x[1:, :47].half(), "odd"), (x[:, :1], "column"), (huge, "huge")]
+    for name, (matrix, what) in itertools.product(NAMES, inputs):
         fmt, matrix = formats.get(name), matrix.contiguous()
         if (what == "huge" and not fmt.scale_search) or (what == "column" and fmt.scale_search):
             continue
@@ -89,8 +89,8 @@ def planes(everything: bool) -> Check:
             if cast is None:
                 assert row is None and fmt.is_derivable
                 continue
-            made = cast(matrix, seed=torch.tensor([SEED]))
-            for side, got, want in zip(("row", "col"), made, twins(row, col, matrix), strict=True):
+            result = cast(matrix, seed=torch.tensor([SEED]))
+            for side, got, want in zip(("row", "col"), result, twins(row, col, matrix), strict=True):
                 if got is None or want is None:
                     assert got is want
                     continue
@@ -103,10 +103,10 @@ def shards() -> Check:
     x = torch.randn(32, 48).bfloat16()
     for at, name in enumerate(name for name in NAMES if name not in SAME_BUT_448):
         fmt, dim, seed = formats.get(name), at % 2, {"seed": SEED}
-        made = casts._two_level_cast(fmt, fmt, fmt.is_derivable)(x, shard=Twice(dim), seed=torch.tensor([SEED]))
+        result = casts._two_level_cast(fmt, fmt, fmt.is_derivable)(x, shard=Twice(dim), seed=torch.tensor([SEED]))
         row = fmt.encode(x, shard=Twice(dim), **seed)
         col = fmt.derive(row, 48) if fmt.is_derivable else fmt.encode(x.t(), plane="col", shard=Twice(1 - dim), **seed)
-        for side, got, want in zip(("row", "col"), made, (row, col), strict=True):
+        for side, got, want in zip(("row", "col"), result, (row, col), strict=True):
             yield from ((f"shard {name} {side} {part} {dim=}", got[part], want[part]) for part in want)
 
 
@@ -119,8 +119,8 @@ def poisoned() -> Check:
     x[20:40] = torch.randn(20, 48)
     for at, name in enumerate(name for name in NAMES if name not in SAME_BUT_448):
         fmt, x[9, 7] = formats.get(name), torch.inf if at % 2 else 1.0
-        made = casts._two_level_cast(fmt, fmt, fmt.is_derivable)(x, seed=torch.tensor([SEED]))
-        for side, got, matrix in zip(("row", "col"), made, (x, x.t()), strict=True):
+        result = casts._two_level_cast(fmt, fmt, fmt.is_derivable)(x, seed=torch.tensor([SEED]))
+        for side, got, matrix in zip(("row", "col"), result, (x, x.t()), strict=True):
             want = fmt.encode(matrix, seed=SEED, plane=side, propagate=True)
             if side == "col" and fmt.is_derivable:
                 want = fmt.derive(fmt.encode(x, seed=SEED, propagate=True), x.shape[1])
@@ -139,12 +139,12 @@ def values(everything: bool) -> Check:
         fmt = formats.get(name)
         for rows, cols in shapes if everything else [shapes[(i + DTYPES.index(dtype)) % 3]]:
             parts = fmt.encode(awkward()[:rows, :cols])
-            given = parts["codes"], parts["scale"].t().contiguous().t()
+            arguments = parts["codes"], parts["scale"].t().contiguous().t()
             top = fmt.scale_limits(dtype)[0]
-            got = decode_nvfp4.decode(*given, parts["amax"], top, dtype)
+            got = decode_nvfp4.decode(*arguments, parts["amax"], top, dtype)
             yield f"values {name} {rows} {dtype}", got, fmt.decode(parts, dtype)
             if dtype is torch.bfloat16:
-                got = decode_nvfp4.decode(*given, None, top, dtype)
+                got = decode_nvfp4.decode(*arguments, None, top, dtype)
                 yield f"inner {name} {rows}", got, fmt.factors(parts).values
 
 
@@ -161,14 +161,14 @@ def epilogues(everything: bool) -> Check:
             ]
             add = torch.randn(n).to(dtype) if bias else None
             one_over = 1.0 / (sides[0].divisor * sides[1].divisor)
-            given, what = (
+            arguments, what = (
                 (y, sides[0].epilogue_scale, sides[1].epilogue_scale, one_over, add),
                 f"epilogue {a} {b} {constant} {bias} {dtype}",
             )
             want = finish(scaled(y, *sides), torch.float32, add)
-            yield what, epilogue.finish(*given, torch.empty_like(y, dtype=dtype)), want.to(dtype)
+            yield what, epilogue.finish(*arguments, torch.empty_like(y, dtype=dtype)), want.to(dtype)
             before = torch.randn(m, n).to(dtype)
-            yield f"{what} adding", epilogue.finish(*given, before.clone(), True), (want + before.float()).to(dtype)
+            yield f"{what} adding", epilogue.finish(*arguments, before.clone(), True), (want + before.float()).to(dtype)
 
 
 def checks(everything: bool) -> Check:

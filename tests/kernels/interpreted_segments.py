@@ -44,12 +44,12 @@ def segments(splits: list[int], how: str) -> Segments:
     multiple = 16 if how in ("host", "table") else 128
     ends = np.cumsum([splits, [columns(n, multiple) for n in splits]], axis=1)
     both = torch.from_numpy(ends.astype(np.int32)).reshape(-1)
-    made = Segments(both, len(splits), sum(splits), int(ends[1, -1]), multiple == 128)
+    result = Segments(both, len(splits), sum(splits), int(ends[1, -1]), multiple == 128)
     if how != "device":
-        return made
-    found = segments_of(torch.tensor(splits), sum(splits))
-    assert torch.equal(found.ends, made.ends) and found.width >= made.width
-    return found
+        return result
+    outcome = segments_of(torch.tensor(splits), sum(splits))
+    assert torch.equal(outcome.ends, result.ends) and outcome.width >= result.width
+    return outcome
 
 
 class Given(Slot):
@@ -67,14 +67,14 @@ class Given(Slot):
 def made(cast: SegmentCast, x: Tensor, splits: list[int], scales: Tensor, how: str) -> tuple[Coded, Tensor]:
     """The codes of all segments: of one matrix, by counts on the device, or of matrices of their own."""
     live = torch.zeros(len(splits) * 2, dtype=torch.int32)
-    given = (scales.repeat_interleave(2), live, 2)
+    arguments = (scales.repeat_interleave(2), live, 2)
     if how != "table":
-        return cast(x, segments(splits, how), given), live[::2]
+        return cast(x, segments(splits, how), arguments), live[::2]
     apart = [rows.clone() for rows in x.split(splits)]
     first = apart[0]
     offsets = [(one.data_ptr() - first.data_ptr()) // x.itemsize for one in apart]
     where = Table(torch.tensor(offsets), not any(n % 16 for n in offsets))
-    return cast(first, segments(splits, how), given, where), live[::2]
+    return cast(first, segments(splits, how), arguments, where), live[::2]
 
 
 def compared(pair: tuple[str, str], usage: Usage, dtype: torch.dtype, splits: list[int], how: str) -> Check:
@@ -178,7 +178,7 @@ def block_products(square: bool, splits: list[int], first: torch.dtype) -> Check
     """As `products`, with powers of two for the scales of blocks."""
     torch.manual_seed(sum(splits))
     k, n, e = 256, 384, len(splits)
-    made, found = grouped.GroupedProduct.of_blocks(square), segments(splits, "device")
+    kernel, result = grouped.GroupedProduct.of_blocks(square), segments(splits, "device")
     ints = [torch.randint(-2, 3, size).float() for size in ((sum(splits), k), (e, n, k))]
     x, w = ints[0].to(first), ints[1].to(torch.float8_e4m3fn)
     sizes = (sum(splits), k // 128), (e, n // 128, k // 128) if square else (e, n, k // 128)
@@ -188,21 +188,21 @@ def block_products(square: bool, splits: list[int], first: torch.dtype) -> Check
     scaled = ints[0] * of_x.repeat_interleave(128, 1)
     each = ints[1] * (of_w.repeat_interleave(128, 1) if square else of_w).repeat_interleave(128, 2)
     bias = torch.randint(-9, 9, (e, n)).float()
-    y = made.of_rows(x, w, (stored_x, stored_w), found, torch.float32, bias)
+    y = kernel.of_rows(x, w, (stored_x, stored_w), result, torch.float32, bias)
     where = scattered(w, stored_w)
-    apart = made.of_rows(x, *where(stored_x), found, torch.float32, bias)
+    apart = kernel.of_rows(x, *where(stored_x), result, torch.float32, bias)
     yield f"blocks, rows of {splits} by scattered matrices", apart, y
     for i, (rows, part) in enumerate(zip(scaled.split(splits), y.split(splits), strict=True)):
         yield f"blocks, rows of {splits} {i}", part, rows @ each[i].t() + bias[i]
-    chunks = found.width // 128
+    chunks = result.width // 128
     left = torch.exp2(torch.randint(-2, 3, (chunks, n)).float())
     right = torch.exp2(torch.randint(-2, 3, (chunks, k // 128 if square else k)).float())
-    wide = torch.randint(-2, 3, (k + n, found.width)).float()
+    wide = torch.randint(-2, 3, (k + n, result.width)).float()
     ends = [0, *itertools.accumulate(columns(rows, 128) for rows in splits)]
     stored = [right[i // 128 : j // 128].t().reshape(-1) for i, j in itertools.pairwise(ends)]
     stored = torch.cat([*stored, right[ends[-1] // 128 :].reshape(-1)]) if square else right
     codes = wide[:n].to(first), wide[n:].to(torch.float8_e4m3fn)
-    dw = made.of_columns(*codes, (left, stored), found, torch.float32)
+    dw = kernel.of_columns(*codes, (left, stored), result, torch.float32)
     right = right.repeat_interleave(128, 1) if square else right
     dy, xt = wide[:n] * left.t().repeat_interleave(128, 1), wide[n:] * right.t().repeat_interleave(128, 1)
     for i, (low, high) in enumerate(itertools.pairwise(ends)):
@@ -213,18 +213,18 @@ def products(fast: bool, lines: bool, splits: list[int], first: torch.dtype) -> 
     """Sums of small integers are exact: what differs is wrong indexing."""
     torch.manual_seed(sum(splits))
     k, n, e = 144, 272, len(splits)
-    made, found = grouped.GroupedProduct(fast, int(lines)), segments(splits, "device")
+    kernel, result = grouped.GroupedProduct(fast, int(lines)), segments(splits, "device")
     ints = [torch.randint(-2, 3, size).float() for size in ((sum(splits), k), (e, n, k))]
     x, w = ints[0].to(first), ints[1].to(torch.float8_e4m3fn)
-    wide = torch.full((k + n, found.width), torch.nan).to(torch.float8_e4m3fn)
+    wide = torch.full((k + n, result.width), torch.nan).to(torch.float8_e4m3fn)
     powers = [torch.exp2(torch.randint(-2, 3, size).float()) for size in ((sum(splits),), (e, n), (e, k))]
     of_x, of_w, of_k = powers if lines else ([torch.exp2(torch.arange(4.0 * e)).view(e, 4)[:, :1] / 16] * 3)
     bias = torch.randint(-9, 9, (e, n)).float()
-    y = made.of_rows(x, w, (of_x, of_w), found, torch.float32)
-    added = made.of_rows(x, w, (of_x, of_w), found, torch.float32, bias)
+    y = kernel.of_rows(x, w, (of_x, of_w), result, torch.float32)
+    added = kernel.of_rows(x, w, (of_x, of_w), result, torch.float32, bias)
     where = scattered(w, of_w)
-    yield f"rows of {splits} by scattered matrices", made.of_rows(x, *where(of_x), found, torch.float32), y
-    added, sums = added.split(splits), grouped.sums(ints[0], found)
+    yield f"rows of {splits} by scattered matrices", kernel.of_rows(x, *where(of_x), result, torch.float32), y
+    added, sums = added.split(splits), grouped.sums(ints[0], result)
     start = at = 0
     for i, rows in enumerate(splits):
         here, mine = slice(start, start + rows), slice(at, at + columns(rows, 128))
@@ -235,7 +235,7 @@ def products(fast: bool, lines: bool, splits: list[int], first: torch.dtype) -> 
         wide[:, mine] = 0.0
         wide[:, at : at + rows] = torch.randint(-2, 3, (k + n, rows)).to(wide.dtype)
         start, at = start + rows, mine.stop
-    dw = made.of_columns(wide[:n].float().to(first), wide[n:], (of_w, of_k), found, torch.float32)
+    dw = kernel.of_columns(wide[:n].float().to(first), wide[n:], (of_w, of_k), result, torch.float32)
     at = 0
     for i, rows in enumerate(splits):
         here = wide[:, at : at + rows].float()
@@ -243,20 +243,20 @@ def products(fast: bool, lines: bool, splits: list[int], first: torch.dtype) -> 
         yield f"columns of {splits} {i}", dw[i], (here[:n] @ here[n:].t()) * scale
         at += columns(rows, 128)
     mains = [torch.randint(-9, 9, (n, k)).float() for _ in splits][::-1]  # not in the order of their addresses
-    given = wide[:n].float().to(first), wide[n:], (of_w, of_k), found
+    arguments = wide[:n].float().to(first), wide[n:], (of_w, of_k), result
     for dtype, adds in itertools.product((torch.float32, torch.bfloat16), (True, False)):
         mains = [one.to(dtype) for one in mains]
         before, offsets = torch.stack(mains), [(one.data_ptr() - mains[0].data_ptr()) // one.itemsize for one in mains]
         places = Table(torch.tensor(offsets), not any(one % 16 for one in offsets))
-        made.of_columns_into(*given, mains[0], places, adds)
+        kernel.of_columns_into(*arguments, mains[0], places, adds)
         want = dw + before.float() if adds else dw
         yield f"columns of {splits}, {dtype} {adds=}", torch.stack(mains), want.to(dtype)
 
 
 def checks(everything: bool) -> Check:
     """Each pair meets each usage and each way: three ways with one usage each, here the fourth with both planes."""
-    given = zip(itertools.product(PAIRS, USAGES), itertools.cycle(SPLITS), itertools.cycle(HOW), strict=False)
-    for (pair, usage), splits, how in given:
+    inputs = zip(itertools.product(PAIRS, USAGES), itertools.cycle(SPLITS), itertools.cycle(HOW), strict=False)
+    for (pair, usage), splits, how in inputs:
         yield from compared(pair, usage, torch.bfloat16, splits, how)
     for (i, pair), how in itertools.product(enumerate(PAIRS), HOW):
         if everything or how == HOW[(3 * i + 3) % 4]:

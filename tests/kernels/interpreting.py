@@ -52,8 +52,8 @@ Check = Iterator[tuple[str, Tensor, Tensor] | tuple[str, bool]]
 
 def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
     """Bits of one float type -> bits of another, to nearest even."""
-    given = torch.from_numpy(np.ascontiguousarray(data).view(BYTES[data.itemsize])).view(TORCH[source])
-    made = given.to(TORCH[target])
+    inputs = torch.from_numpy(np.ascontiguousarray(data).view(BYTES[data.itemsize])).view(TORCH[source])
+    made = inputs.to(TORCH[target])
     return made.view(getattr(torch, f"uint{8 * made.itemsize}")).numpy()
 
 
@@ -111,8 +111,8 @@ def broadcast(self: Any, left: Any, right: Any, general: Any = TritonSemantic.br
 def launched(
     self: Any, programs: int, tensors: Any, integers: Any = (), floats: Any = (), descriptors: Any = ()
 ) -> None:
-    given = (*[TensorDescriptor(*each) for each in descriptors], *tensors, *integers, *floats)
-    self.function.run(*given, grid=(programs,), warmup=False, **self.options)
+    arguments = (*[TensorDescriptor(*each) for each in descriptors], *tensors, *integers, *floats)
+    self.function.run(*arguments, grid=(programs,), warmup=False, **self.options)
 
 
 def replace() -> None:

@@ -66,9 +66,9 @@ def test_each_kernel_has_a_quick_build_for_each_architecture() -> None:
 @pytest.mark.parametrize(("case", "capability"), BUILDS)
 def test_a_kernel_compiles_and_stays_within_its_budget(case, capability) -> None:
     """Another Triton than the one of the record allocates differently: then it is a warning."""
-    made = build(case, capability)
-    assert re.findall(r"^\.target (\S+)$", made.asm["ptx"], re.M) == [f"sm_{capability}a"]
-    beyond = complaint(case.name, capability, measure(made), RECORDED)
+    module = build(case, capability)
+    assert re.findall(r"^\.target (\S+)$", module.asm["ptx"], re.M) == [f"sm_{capability}a"]
+    beyond = complaint(case.name, capability, measure(module), RECORDED)
     if beyond and triton.__version__ != RECORDED_WITH:
         warnings.warn(f"Triton {triton.__version__}, not {RECORDED_WITH}: {beyond}", stacklevel=1)
     else:
@@ -83,8 +83,8 @@ def test_each_budget_is_that_of_one_case() -> None:
 
 def test_each_kernel_of_these_modules_has_a_case() -> None:
     modules = {sys.modules[case.function.fn.__module__] for case in CASES}
-    held = [made for module in modules for name, made in vars(module).items() if name.endswith("_kernel")]
-    kernels = {getattr(made, "function", made) for made in held}
+    held = [result for module in modules for name, result in vars(module).items() if name.endswith("_kernel")]
+    kernels = {getattr(result, "function", result) for result in held}
     assert kernels == {case.function for case in CASES}
 
 
@@ -107,7 +107,7 @@ def test_a_complaint_says_what_is_taken_what_is_allowed_and_how_to_record() -> N
     for within in (Use(40, 0, 2048), Use(8, 0, 0)):
         assert complaint("a", 90, within, recorded) == ""
     for beyond in (Use(41, 0, 2048), Use(40, 8, 2048), Use(40, 0, 2049)):
-        told = complaint("a", 90, beyond, recorded)
-        assert all(f"{n} " in told for n in (*beyond, 40, 2048)) and told.endswith(REMEDY)
+        text = complaint("a", 90, beyond, recorded)
+        assert all(f"{n} " in text for n in (*beyond, 40, 2048)) and text.endswith(REMEDY)
     assert "no budget" in complaint("a", 100, Use(1, 0, 0), recorded)
     assert "no budget" in complaint("b", 90, Use(1, 0, 0), recorded)

@@ -85,12 +85,12 @@ def test_a_cast_repeats_its_launches_on_other_addresses(name: str, made) -> None
     fmt = formats.get(name)
     cast, scale, live = cast_of(fmt, fmt, torch.bfloat16), torch.ones(1), torch.zeros(1, dtype=torch.int32)
     assert cast is not None
-    given = ((scale, None), live) if fmt.is_delayed else ((None, None), None)
+    inputs = ((scale, None), live) if fmt.is_delayed else ((None, None), None)
     first, second = torch.zeros(64, 256, dtype=torch.bfloat16), torch.zeros(64, 256, dtype=torch.bfloat16)
-    cast(first, *given)
+    cast(first, *inputs)
     launches = enqueued.copy()
     del enqueued[:]
-    parts = cast(second, *given, typed=True), cast(second, *given, typed=True)
+    parts = cast(second, *inputs, typed=True), cast(second, *inputs, typed=True)
     assert [part["codes"].dtype for plane in parts for part in plane] == [torch.float8_e4m3fn] * 4
     assert len(enqueued) == 2 * len(launches)
     row, col = parts[1]

@@ -29,12 +29,12 @@ def make(step, model=None):
 def test_what_is_saved_reads_back_bit_for_bit(tmp_path):
     saved = make(7, Tied().bfloat16())
     path = checkpoint.save(tmp_path, saved)
-    found = checkpoint.load(path)
-    assert (found.step, found.aliases, found.meta) == (7, saved.aliases, saved.meta)
-    for stored, given in ((found.model, saved.model), (found.training, saved.training)):
-        assert stored.keys() == given.keys()
-        for name in given:
-            assert stored[name].dtype == given[name].dtype and torch.equal(stored[name], given[name])
+    result = checkpoint.load(path)
+    assert (result.step, result.aliases, result.meta) == (7, saved.aliases, saved.meta)
+    for stored, inputs in ((result.model, saved.model), (result.training, saved.training)):
+        assert stored.keys() == inputs.keys()
+        for name in inputs:
+            assert stored[name].dtype == inputs[name].dtype and torch.equal(stored[name], inputs[name])
 
 
 def test_a_tied_tensor_is_stored_once_and_its_other_name_is_told(tmp_path):

@@ -17,8 +17,8 @@ def test_held_out_pieces_are_contiguous_and_spread_over_a_long_corpus():
     size, context = 1_000_000, 64
     marks = (np.arange(size) // (size // 200)).astype(np.uint8)
     train, heldout = data.split(marks, context)
-    found = np.unique(heldout.numpy())
-    assert found.min() < 40 and found.max() > 160
+    result = np.unique(heldout.numpy())
+    assert result.min() < 40 and result.max() > 160
     assert 0.03 < heldout.numel() / size < 0.07
     assert train.numel() + heldout.numel() == size
 
@@ -67,8 +67,8 @@ def test_files_folders_and_globs_are_read_in_the_order_given(tmp_path):
     (tmp_path / "sub" / "a.md").write_text("A" * 40)
     (tmp_path / "z.txt").write_text("Z" * 40)
     (tmp_path / "y.txt").write_text("Y" * 40)
-    found = texts.read([str(tmp_path / "z.txt"), str(tmp_path / "sub"), str(tmp_path / "?.txt")])
-    assert [text[:1] for text in found] == [b"Z", b"A", b"B", b"Y", b"Z"]
+    result = texts.read([str(tmp_path / "z.txt"), str(tmp_path / "sub"), str(tmp_path / "?.txt")])
+    assert [text[:1] for text in result] == [b"Z", b"A", b"B", b"Y", b"Z"]
 
 
 def test_a_folder_leaves_out_binary_empty_and_hidden_files(tmp_path):

@@ -53,9 +53,9 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_models_logits():
     built = models.build(LLAMA, TINY, 0)
     plain = LlamaForCausalLM(built.config)
     plain.load_state_dict(built.state_dict())
-    given, targets = tokens(), tokens()
-    logits = plain(input_ids=given).logits
-    torch.testing.assert_close(built(given, targets), F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+    inputs, targets = tokens(), tokens()
+    logits = plain(input_ids=inputs).logits
+    torch.testing.assert_close(built(inputs, targets), F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
 
 def test_weights_depend_on_the_seed_alone_and_torchs_generator_stays():
@@ -69,14 +69,14 @@ def test_weights_depend_on_the_seed_alone_and_torchs_generator_stays():
 def test_no_model_sees_the_byte_that_it_predicts_or_drops_anything(name):
     """GPT-2 and BERT drop a tenth by their own configs; BERT sees every byte unless it is told to be a decoder."""
     built = models.build(f"hf:{name}", TINY, 0)
-    given = tokens()
-    changed = given.clone()
+    inputs = tokens()
+    changed = inputs.clone()
     changed[:, 20:] = (changed[:, 20:] + 1) % 256
-    early = torch.full_like(given, -100)  # no loss where the target is -100
-    early[:, :20] = given[:, 1:21]
-    assert built.training and torch.equal(built(given, early), built(given, early))
-    torch.testing.assert_close(built(given, early), built(changed, early))
-    assert abs(built(given, given).item() - built(changed, given).item()) > 1e-4
+    early = torch.full_like(inputs, -100)  # no loss where the target is -100
+    early[:, :20] = inputs[:, 1:21]
+    assert built.training and torch.equal(built(inputs, early), built(inputs, early))
+    torch.testing.assert_close(built(inputs, early), built(changed, early))
+    assert abs(built(inputs, inputs).item() - built(changed, inputs).item()) > 1e-4
 
 
 def test_a_folder_without_weights_gives_random_ones(folder):
@@ -103,10 +103,10 @@ def test_a_folder_with_weights_gives_them_in_fp32_whatever_the_seed(folder, file
 
 def test_the_plan_needs_no_weights_and_names_what_stays():
     rows = planned(TrainConfig(TINY, steps=1, model="hf:MixtralForCausalLM"), recipes.load("mxfp8"))
-    found = {(row.module, row.gemm): row for row in rows}
-    assert found["model.layers.0.self_attn.q_proj", "wgrad"].a == "mxfp8_e4m3"
-    assert found["lm_head", "fprop"].reason == "kept in high precision by a rule"
-    assert "MixtralTopKRouter holds weight (8, 64) itself" in found["model.layers.1.mlp.gate", "-"].reason
+    results = {(row.module, row.gemm): row for row in rows}
+    assert results["model.layers.0.self_attn.q_proj", "wgrad"].a == "mxfp8_e4m3"
+    assert results["lm_head", "fprop"].reason == "kept in high precision by a rule"
+    assert "MixtralTopKRouter holds weight (8, 64) itself" in results["model.layers.1.mlp.gate", "-"].reason
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_what_cannot_be_trained_is_a_one_line_error(tmp_path, name, message):
 
 def test_nothing_else_imports_transformers():
     root = Path(duotone.__file__).parent
-    found = {path for path in root.rglob("*.py") if "import transformers" in path.read_text()}
-    assert found == {root / "lab" / "hf.py", root / "integrations" / "transformers.py"}
+    results = {path for path in root.rglob("*.py") if "import transformers" in path.read_text()}
+    assert results == {root / "lab" / "hf.py", root / "integrations" / "transformers.py"}
 
 
 def test_without_transformers_it_says_what_to_install(monkeypatch):

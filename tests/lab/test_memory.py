@@ -30,8 +30,8 @@ def test_a_reused_address_counts_anew():
 
 def test_storages_freed_after_the_block_do_no_harm():
     with LiveStorages() as storages:
-        kept = torch.zeros(250)
-    del kept
+        saved = torch.zeros(250)
+    del saved
     assert storages.peak == KB
 
 

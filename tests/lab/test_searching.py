@@ -97,5 +97,5 @@ def test_the_page_has_the_numbers_of_the_record():
         assert f"| {name} | {row['predicted_gap_percent']:+.3f} % | {gap} | {row['rank']} |" in page
     assert not any(row["searched_is_worse"] for row in uniform) and search["seconds"] < 600
     assert {row["uniform"] for row in uniform} == {
-        name for name, told in search["uniform"].items() if told["speed"] >= search["predicted"]["speed"]
+        name for name, text in search["uniform"].items() if text["speed"] >= search["predicted"]["speed"]
     }

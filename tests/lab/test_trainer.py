@@ -87,12 +87,12 @@ def test_a_schedule_trains_each_step_under_the_recipe_of_its_phase(config, corpu
 
 def delayed_phases():
     """Delayed scaling sets in late, and then changes the length of its history."""
-    given = (
+    arguments = (
         recipes.load("mxfp8"),
         recipes.DelayedScaling(amax_history_len=4),
         recipes.DelayedScaling(amax_history_len=2),
     )
-    return Schedule(tuple(Phase(recipe, start) for recipe, start in zip(given, (0, 2, 4), strict=True)))
+    return Schedule(tuple(Phase(recipe, start) for recipe, start in zip(arguments, (0, 2, 4), strict=True)))
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5])

@@ -34,18 +34,18 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def calls(function: Callable[[], object]) -> list[tuple[str, str]]:
     """File and name of every function of the library that runs, in order."""
-    found: list[tuple[str, str]] = []
+    results: list[tuple[str, str]] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(ROOT):
-            found.append((frame.f_code.co_filename.removeprefix(ROOT), frame.f_code.co_qualname))
+            results.append((frame.f_code.co_filename.removeprefix(ROOT), frame.f_code.co_qualname))
 
     sys.setprofile(note)
     try:
         function()
     finally:
         sys.setprofile(None)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("recipe", BUDGETS)

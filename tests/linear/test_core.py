@@ -56,9 +56,9 @@ def test_every_recipe_multiplies_what_its_formats_decode_to(name, dtype) -> None
     y, dx, dw, db = run(module, x, dy)
 
     def planes(index: int, t: Tensor) -> tuple[Tensor, Tensor]:
-        made = [recipe(QuantizerRole("linear", each, "")) for each in TENSOR_TYPES]
-        drawn = sum(each.is_stochastic for each in made[:index])  # the seeds that earlier tensors took
-        row, col = made[index].encode(t, ctx=QuantizeContext(seed=seed + drawn))
+        results = [recipe(QuantizerRole("linear", each, "")) for each in TENSOR_TYPES]
+        drawn = sum(each.is_stochastic for each in results[:index])  # the seeds that earlier tensors took
+        row, col = results[index].encode(t, ctx=QuantizeContext(seed=seed + drawn))
         return row.dequantize(torch.float32).double(), col.dequantize(torch.float32).double()
 
     (xr, xc), (wr, wc), (gr, gc) = (
@@ -160,12 +160,12 @@ def test_forward_saves_exactly_what_the_override_says(override, needs) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         module(x)
     codes, scale = torch.uint8, torch.uint8
-    kept = {
+    saved = {
         None: [[((96, 32), codes), ((96, 1), scale)], [((96, 64), codes), ((96, 2), scale)]],
         "high_precision": [[((32, 96), torch.bfloat16)], [((64, 96), torch.bfloat16)]],
         "dequantized": [[((32, 96), codes), ((32, 3), scale)], [((64, 96), codes), ((64, 3), scale)]],
     }[override]
-    expected = (kept[0] if weight_grad else []) + (kept[1] if input_grad else [])
+    expected = (saved[0] if weight_grad else []) + (saved[1] if input_grad else [])
     assert [(tuple(t.shape), t.dtype) for t in seen] == expected
     if override == "high_precision":
         originals = ([x] if weight_grad else []) + ([module.weight] if input_grad else [])
@@ -218,18 +218,18 @@ def test_identity_backward_is_the_high_precision_override_and_its_dequantized_so
 def saved_bytes(module: nn.Module, x: Tensor) -> int:
     """Bytes of the storages that autograd keeps for backward, parameters left out."""
     parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = module(x)
     del y
-    return sum(kept.values())
+    return sum(saved.values())
 
 
 def test_backward_keeps_one_plane_of_each_operand_and_no_high_precision_copy() -> None:

@@ -42,8 +42,8 @@ def test_every_stochastic_tensor_of_every_step_has_a_seed_of_its_own(stochastic)
 
 
 def setting(recipe, shape: tuple[int, int] | None = (64, 96), **other) -> PlanRequest:
-    given = {"rules": (), "name": "up", "module_type": "linear", "device": "sm90", "dtype": torch.bfloat16}
-    return PlanRequest(recipe, **{**given, "weight_shape": shape, **other})
+    options = {"rules": (), "name": "up", "module_type": "linear", "device": "sm90", "dtype": torch.bfloat16}
+    return PlanRequest(recipe, **{**options, "weight_shape": shape, **other})
 
 
 def kernels(recipe, **other) -> list[str]:

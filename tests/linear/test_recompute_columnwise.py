@@ -20,11 +20,11 @@ NAMES = ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvf
 def pair(name: str, make=None) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A module, and the same one that makes its columnwise planes again."""
     make = make or (lambda recipe: duotone.Linear(96, 64, name="m", recipe=recipe, params_dtype=torch.bfloat16))
-    made = []
+    results = []
     for again in (False, True):
         torch.manual_seed(0)
-        made.append(make(replace(recipes.load(name), recompute_columnwise=again)))
-    return made[0], made[1]
+        results.append(make(replace(recipes.load(name), recompute_columnwise=again)))
+    return results[0], results[1]
 
 
 def saved(call) -> int:
@@ -74,14 +74,14 @@ def test_the_weight_is_kept_instead_of_its_columnwise_plane(name) -> None:
 def test_the_ledger_predicts_the_peak(name) -> None:
     _, lean = pair(name)
     x = torch.randn(40, 96).bfloat16().requires_grad_()
-    made = observe.ledger(lean, lambda: lean(x))
-    assert made.predicted_peak == pytest.approx(made.measured_peak, rel=0.05)
+    result = observe.ledger(lean, lambda: lean(x))
+    assert result.predicted_peak == pytest.approx(result.measured_peak, rel=0.05)
 
 
 def test_forwards_whose_scales_have_moved_are_differentiated_with_their_own() -> None:
     """A region for each forward moves the scales, more than once before the first backward."""
     plain, lean = pair("fp8-delayed")
-    found = []
+    results = []
     for m in (plain, lean):
         inputs = [torch.randn(40, 96, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(4)]
         leaves = [x.mul_(9**i).requires_grad_() for i, x in enumerate(inputs)]
@@ -93,23 +93,23 @@ def test_forwards_whose_scales_have_moved_are_differentiated_with_their_own() ->
         assert len({tuple(scale) for scale in scales}) > 2
         for y in outputs[::-1]:
             y.backward(torch.ones_like(y))
-        found.append([leaf.grad for leaf in leaves])
-    same(*found)
+        results.append([leaf.grad for leaf in leaves])
+    same(*results)
 
 
 def test_a_recompute_of_a_checkpoint_keeps_what_its_forward_used() -> None:
     plain, lean = pair("fp8-delayed")
     for i in range(3):
         x = torch.randn(40, 96).bfloat16() * 3**i
-        found = []
+        results = []
         for m in (plain, lean):
             leaf = x.clone().requires_grad_()
             m.zero_grad()
             with duotone.autocast(recipe=m.recipe):
                 y = checkpoint(m, leaf, use_reentrant=False)
             y.backward(torch.ones_like(y))
-            found.append([y.detach(), leaf.grad, m.weight.grad])
-        same(*found)
+            results.append([y.detach(), leaf.grad, m.weight.grad])
+        same(*results)
 
 
 def test_planes_that_are_cached_between_microbatches_are_not_made_again() -> None:
@@ -144,8 +144,8 @@ def test_compiled_gives_the_bits_of_eager(name) -> None:
 # --- inputs that a producer hands over
 
 
-def mlp(recipe, **given) -> duotone.LayerNormMLP:
-    return duotone.LayerNormMLP(96, 128, name="m", recipe=recipe, params_dtype=torch.bfloat16, **given)
+def mlp(recipe, **options) -> duotone.LayerNormMLP:
+    return duotone.LayerNormMLP(96, 128, name="m", recipe=recipe, params_dtype=torch.bfloat16, **options)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -165,22 +165,22 @@ def test_neither_plane_of_an_mlp_is_kept(name) -> None:
     x = torch.randn(40, 96).bfloat16().requires_grad_()
     weights = 96 * 256 + 128 * 96
     assert saved(lambda: plain(x)) - saved(lambda: lean(x)) >= weights + 40 * (96 + 128)
-    made = observe.ledger(lean, lambda: lean(x))
-    assert made.predicted_peak == pytest.approx(made.measured_peak, rel=0.05)
+    result = observe.ledger(lean, lambda: lean(x))
+    assert result.predicted_peak == pytest.approx(result.measured_peak, rel=0.05)
 
 
 def test_a_producer_that_keeps_nothing_leaves_the_plane_to_the_linear() -> None:
     """Nothing before the second linear needs a gradient, so only the plane of its input is there for backward."""
     plain, lean = pair("mxfp8", lambda recipe: mlp(recipe, bias=False))
     x = torch.randn(40, 96).bfloat16()
-    found = []
+    results = []
     for m in (plain, lean):
         for p in (m.layer_norm_weight, m.layer_norm_bias, m.fc1.weight):
             p.requires_grad_(False)
         y = m(x)
         y.sum().backward()
-        found.append([y.detach(), m.fc2.weight.grad])
-    same(*found)
+        results.append([y.detach(), m.fc2.weight.grad])
+    same(*results)
 
 
 @pytest.mark.parametrize("option", ["return_layernorm_output", "zero_centered_gamma"])
@@ -192,14 +192,14 @@ def test_options_of_norms_change_nothing(option) -> None:
         ),
     )
     x = torch.randn(40, 96).bfloat16()
-    found = []
+    results = []
     for m in (plain, lean):
         leaf = x.clone().requires_grad_()
-        made = m(leaf)
-        made = made if isinstance(made, tuple) else (made,)
-        sum(t.float().square().sum() for t in made).backward()
-        found.append([*(t.detach() for t in made), leaf.grad, *(p.grad for p in m.parameters())])
-    same(*found)
+        result = m(leaf)
+        result = result if isinstance(result, tuple) else (result,)
+        sum(t.float().square().sum() for t in result).backward()
+        results.append([*(t.detach() for t in result), leaf.grad, *(p.grad for p in m.parameters())])
+    same(*results)
 
 
 OWN_SLOT = recipes.RuleRecipe(
@@ -213,7 +213,7 @@ OWN_SLOT = recipes.RuleRecipe(
 
 def test_a_columnwise_plane_with_a_delayed_scale_of_its_own_is_made_in_forward() -> None:
     """Nothing but the encoding of forward records its amax."""
-    found = []
+    results = []
     for again in (False, True):
         torch.manual_seed(0)
         m = duotone.LayerNormLinear(
@@ -222,9 +222,9 @@ def test_a_columnwise_plane_with_a_delayed_scale_of_its_own_is_made_in_forward()
         steps = [
             gradients(m, torch.randn(40, 96, generator=torch.Generator().manual_seed(i)).bfloat16()) for i in range(3)
         ]
-        found.append([*(t for step in steps for t in step), m.duotone_forward.scale])
-    assert len(set(found[0][-1].tolist())) > 2
-    same(*found)
+        results.append([*(t for step in steps for t in step), m.duotone_forward.scale])
+    assert len(set(results[0][-1].tolist())) > 2
+    same(*results)
     m = duotone.Linear(96, 64, name="m", params_dtype=torch.bfloat16, recipe=OWN_SLOT, save_original_input=True)
     with pytest.raises(duotone.RecipeError, match="save_original_input of m: forward alone records"):
         m(torch.zeros(8, 96).bfloat16())

@@ -35,9 +35,9 @@ def test_what_a_stage_saved_is_freed_before_the_stages_below_run(recipe: str) ->
         x = torch.randn(256, 128, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
         with LiveStorages([]) as live:
             y = module(x)
-            given, live.peak = torch.ones_like(y), 0
+            inputs, live.peak = torch.ones_like(y), 0
             for _ in range(1 + keeps):
-                gradients.append(torch.autograd.grad(y, [x, *module.parameters()], given, retain_graph=keeps))
+                gradients.append(torch.autograd.grad(y, [x, *module.parameters()], inputs, retain_graph=keeps))
                 peaks.append(live.peak)
     assert all(torch.equal(a, b) for other in gradients[1:] for a, b in zip(gradients[0], other, strict=True))
     assert peaks[0] < 0.98 * peaks[1]

@@ -33,41 +33,44 @@ def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("powers", [True, False])
 def test_the_products_are_those_of_the_decoded_operands(powers, dtype) -> None:
     recipe = recipes.Float8BlockScaling(wgrad_input_128x128=True, power_of_two_scales=powers)
-    given = operands(dtype)
-    y, dx, dw = step(recipe, *given)
-    made = [recipe(QuantizerRole("linear", kind)).encode(t) for kind, t in zip(TENSOR_TYPES, given, strict=True)]
-    assert made[0].rowwise.parts["scale"].shape == (TOKENS, 3) and made[0].columnwise.parts["scale"].shape == (3, 2)
-    (xr, xc), (wr, wc), (gr, gc) = ([p.dequantize(torch.float32).double() for p in planes] for planes in made)
+    inputs = operands(dtype)
+    y, dx, dw = step(recipe, *inputs)
+    results = [recipe(QuantizerRole("linear", kind)).encode(t) for kind, t in zip(TENSOR_TYPES, inputs, strict=True)]
+    assert results[0].rowwise.parts["scale"].shape == (TOKENS, 3) and results[0].columnwise.parts["scale"].shape == (
+        3,
+        2,
+    )
+    (xr, xc), (wr, wc), (gr, gc) = ([p.dequantize(torch.float32).double() for p in planes] for planes in results)
     epsilon = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-17
     for got, a, b in ((y, xr, wr.t()), (dx, gr, wc.t()), (dw, gc, xc.t())):
         assert ((got.double() - a @ b).abs() <= epsilon * (a.abs() @ b.abs())).all()
 
 
 def test_only_wgrad_differs_from_the_plain_form() -> None:
-    given = operands(torch.float32)
-    plain, square = (step(recipes.Float8BlockScaling(wgrad_input_128x128=on), *given) for on in (False, True))
+    inputs = operands(torch.float32)
+    plain, square = (step(recipes.Float8BlockScaling(wgrad_input_128x128=on), *inputs) for on in (False, True))
     assert torch.equal(plain[0], square[0]) and torch.equal(plain[1], square[1])
-    exact = given[2].double().t() @ given[0].double()
+    exact = inputs[2].double().t() @ inputs[0].double()
     lost = [((dw.double() - exact).norm(dim=0) / exact.norm(dim=0)).max().item() for *_, dw in (plain, square)]
     assert lost[0] < 0.1 < 0.5 < lost[1]  # the smallest features of a square keep nothing
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 def test_backward_in_high_precision_never_makes_the_squares(override) -> None:
-    given = operands(torch.float32)
-    made = [
-        step(recipes.Float8BlockScaling(wgrad_input_128x128=on, backward_override=override), *given)
+    inputs = operands(torch.float32)
+    results = [
+        step(recipes.Float8BlockScaling(wgrad_input_128x128=on, backward_override=override), *inputs)
         for on in (False, True)
     ]
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_the_input_encoded_again_in_backward_gives_the_same_bits() -> None:
     recipe = recipes.Float8BlockScaling(wgrad_input_128x128=True)
     x, dy = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
-    found = []
+    results = []
     for again in (False, True):
         torch.manual_seed(0)
         module = duotone.Linear(IN, OUT, recipe=recipe, save_original_input=again)
-        found.append(torch.autograd.grad(module(x), list(module.parameters()), dy))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append(torch.autograd.grad(module(x), list(module.parameters()), dy))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -155,10 +155,10 @@ def test_a_quantized_weight_is_cast_unless_something_holds_it() -> None:
     eager = copy.deepcopy(m)
     m[0].compile(backend="aot_eager", fullgraph=True)
     before = step(m)
-    held = weakref.ref(m[0].up.weight)  # as parts of compilers keep one
+    reference = weakref.ref(m[0].up.weight)  # as parts of compilers keep one
     with pytest.raises(duotone.UserError, match="cast or moved while something holds it, as compiled code does"):
         m.float()
-    assert held() is not None and all(torch.equal(*both) for both in zip(before, step(m), strict=True))
-    del held
+    assert reference() is not None and all(torch.equal(*both) for both in zip(before, step(m), strict=True))
+    del reference
     m.float(), eager.float()
     assert all(torch.equal(*both) for both in zip(step(m), step(eager), strict=True))

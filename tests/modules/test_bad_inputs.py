@@ -50,16 +50,16 @@ def test_modules(make, recipe) -> None:
 def test_quantizers(make) -> None:
     x = make()
     value = Quantizer(formats.get("mxfp8_e4m3"), formats.get("mxfp8_e4m3"))
-    held = value.quantize(torch.ones(4, 32))
+    tensor = value.quantize(torch.ones(4, 32))
     for quantizer in (value, MXFP8Quantizer(), Quantizer()):
         refused(lambda quantizer=quantizer: quantizer.quantize(x))
-    refused(lambda: held.quantize_(x))
-    assert torch.equal(held.dequantize(), torch.ones(4, 32))
+    refused(lambda: tensor.quantize_(x))
+    assert torch.equal(tensor.dequantize(), torch.ones(4, 32))
 
 
 @pytest.mark.parametrize("layout", ["nested", "coo", "csr"])
 def test_copies(layout) -> None:
-    held = MXFP8Quantizer().quantize(torch.ones(4, 32))
+    tensor = MXFP8Quantizer().quantize(torch.ones(4, 32))
     x = INPUTS[layout]()
-    refused(lambda: held.copy_(x))
-    assert torch.equal(held.dequantize(), torch.ones(4, 32))
+    refused(lambda: tensor.copy_(x))
+    assert torch.equal(tensor.dequantize(), torch.ones(4, 32))

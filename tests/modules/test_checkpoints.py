@@ -14,9 +14,9 @@ HYBRID = recipes.load("mxfp8-fwd-nvfp4-bwd")
 
 
 def model(recipe, *, held: bool) -> nn.Sequential:
-    made = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32)).bfloat16()
-    duotone.convert(made, recipe)
-    return duotone.convert_parameters(made, recipe) if held else made
+    result = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32)).bfloat16()
+    duotone.convert(result, recipe)
+    return duotone.convert_parameters(result, recipe) if held else result
 
 
 def through_a_file(state) -> dict[str, torch.Tensor]:

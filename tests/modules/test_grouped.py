@@ -30,8 +30,8 @@ PACKABLE = ["mxfp8", "high-precision-fwd-mxfp8-bwd", "dequantized"]
 """Recipes whose weights have no scale across the rows of two experts."""
 
 
-def grouped(count: int = 4, recipe=MX, **given) -> GroupedLinear:
-    return GroupedLinear(count, K, N, **{"params_dtype": DTYPE, "recipe": recipe, "name": "g", **given})
+def grouped(count: int = 4, recipe=MX, **options) -> GroupedLinear:
+    return GroupedLinear(count, K, N, **{"params_dtype": DTYPE, "recipe": recipe, "name": "g", **options})
 
 
 def member(m: GroupedLinear, kind: str, i: int) -> Tensor | None:
@@ -44,7 +44,7 @@ def member(m: GroupedLinear, kind: str, i: int) -> Tensor | None:
 
 def separate(m: GroupedLinear, seeds: int) -> list[Linear]:
     """Linears of the same values; the i-th takes the seeds that the group gives its i-th expert."""
-    made = []
+    results = []
     for i in range(m.num_gemms):
         one = Linear(K, N, bias=m.use_bias, params_dtype=m.weight.dtype, recipe=m.recipe, name=f"g{i}")
         with torch.no_grad():
@@ -52,8 +52,8 @@ def separate(m: GroupedLinear, seeds: int) -> list[Linear]:
                 getattr(one, kind).copy_(member(m, kind, i))
         one.duotone_seed.copy_(m.duotone_seed + i * seeds)
         one.module_type = m.module_type  # some recipes give grouped linears formats of their own
-        made.append(one)
-    return made
+        results.append(one)
+    return results
 
 
 def gradient(m: GroupedLinear, kind: str, i: int) -> Tensor:
@@ -128,13 +128,13 @@ def test_splits_may_be_a_list_a_tuple_or_a_tensor_of_integers() -> None:
     m, x, dy = grouped(), torch.randn(40, K).to(DTYPE), torch.randn(40, N).to(DTYPE)
     splits = [9, 0, 30, 1]
     expected = train(m, x, splits, dy)
-    for given in (
+    for inputs in (
         tuple(splits),
         torch.tensor(splits),
         torch.tensor(splits, dtype=torch.int32),
         torch.tensor(splits * 2)[:4],
     ):
-        assert equal(train(m, x, given, dy), expected)
+        assert equal(train(m, x, inputs, dy), expected)
     lead = train(m, x.view(5, 8, K), splits, dy.view(5, 8, N))
     assert lead[0].shape == (5, 8, N) and lead[1].shape == (5, 8, K)
     assert equal([lead[0].view(40, N), lead[1].view(40, K), *lead[2:]], expected)
@@ -219,9 +219,9 @@ def test_wrong_inputs_and_constructions_are_one_line() -> None:
     m = grouped(recipe=NV)
     x = torch.randn(40, K).to(DTYPE)
     before = state_of(m)
-    held = MX(QuantizerRole("linear", "input")).quantize(x)
+    tensor = MX(QuantizerRole("linear", "input")).quantize(x)
     for call, message in (
-        (lambda: m(held, [10] * 4), "g takes a plain tensor; got one quantized to"),
+        (lambda: m(tensor, [10] * 4), "g takes a plain tensor; got one quantized to"),
         (lambda: m(x.float(), [10] * 4), "in torch.bfloat16; got (..., 64) in torch.float32"),
         (lambda: m(x[:, :32], [10] * 4), "takes (..., 64) in torch.bfloat16; got (..., 32)"),
         (lambda: m(torch.tensor(1.0), [10] * 4), "takes a tensor"),
@@ -246,10 +246,10 @@ def test_experts_of_other_shapes_or_devices_are_refused_by_name(kind, recipe) ->
     wrong = [own.new_ones((N, K + 32) if kind == "weight" else (1,)), own.detach().to("meta")]
     for other in wrong:
         setattr(m, f"{kind}2", nn.Parameter(other))
-        told = (
+        text = (
             rf"g: the {kind} of expert 2 is \({', '.join(map(str, other.shape))},?\) on {other.device.type}; those of"
         )
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=text):
             m(x, [10] * 4)
     setattr(m, f"{kind}2", own)
     assert m(x, [10] * 4).isfinite().all()
@@ -293,10 +293,10 @@ def test_checkpoints_load_both_ways_bit_for_bit(packed_weight, packed_bias) -> N
     assert ("weight" in names) == packed_weight and ("bias3" in names) != packed_bias
     for weight, bias in itertools.product([True, False], repeat=2):
         m = nn.ModuleDict({"moe": grouped(single_grouped_weight=weight, single_grouped_bias=bias)})
-        given = {f"moe.{name}": value for name, value in source.state_dict().items()}
-        kept = dict(given)
-        m.load_state_dict(given)
-        assert given.keys() == kept.keys()
+        options = {f"moe.{name}": value for name, value in source.state_dict().items()}
+        saved = dict(options)
+        m.load_state_dict(options)
+        assert options.keys() == saved.keys()
         for kind, i in itertools.product(("weight", "bias"), range(4)):
             assert torch.equal(member(m["moe"], kind, i), member(source, kind, i))
 

@@ -16,21 +16,21 @@ TAIL = 7.0
 """What the rows beyond the sum of the splits hold before and after."""
 
 
-def grouped(recipe, **given) -> GroupedLinear:
-    return GroupedLinear(4, K, N, recipe=recipe, name="g", **given)
+def grouped(recipe, **options) -> GroupedLinear:
+    return GroupedLinear(4, K, N, recipe=recipe, name="g", **options)
 
 
 def separate(m: GroupedLinear) -> list[Linear]:
     """Linears of the same values."""
-    made = []
+    results = []
     for i in range(4):
         one = Linear(K, N, recipe=m.recipe, name=f"g{i}", params_dtype=m.weight.dtype)
         with torch.no_grad():
             one.weight.copy_(getattr(m, f"weight{i}"))
             one.bias.copy_(getattr(m, f"bias{i}"))
         one.module_type = m.module_type
-        made.append(one)
-    return made
+        results.append(one)
+    return results
 
 
 def buffers(m: GroupedLinear, lead: tuple[int, ...]) -> tuple[Tensor, Tensor]:

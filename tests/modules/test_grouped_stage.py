@@ -28,9 +28,9 @@ from duotone.kernels.segment_cast import Segments
 SHAPE = (64, 32)
 
 
-def plan(name: str = "fp8-rowwise", **given) -> LinearPlan:
-    recipe = given.pop("recipe", None) or recipes.load(name)
-    setting = PlanRequest(recipe, (), "g", "grouped_linear", given.pop("device", "sm90"), torch.bfloat16, **given)
+def plan(name: str = "fp8-rowwise", **options) -> LinearPlan:
+    recipe = options.pop("recipe", None) or recipes.load(name)
+    setting = PlanRequest(recipe, (), "g", "grouped_linear", options.pop("device", "sm90"), torch.bfloat16, **options)
     return build_plan(setting)
 
 
@@ -50,8 +50,8 @@ def from_caches(members: list[LinearStage], caches: list[WeightCache], kind: str
     return [replace(one, plan=plan) for one, plan in zip(members, plans, strict=True)]
 
 
-def stage(*args, shape: tuple[int, int] = SHAPE, **given) -> GroupedStage:
-    return GroupedStage.of(linears(plan(*args, **given)), shape)
+def stage(*args, shape: tuple[int, int] = SHAPE, **options) -> GroupedStage:
+    return GroupedStage.of(linears(plan(*args, **options)), shape)
 
 
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "fp8-rowwise"])
@@ -65,8 +65,8 @@ def test_native_products_of_whole_scales_take_segments(name) -> None:
 
 def test_blocks_of_whole_weights_take_one_launch_or_the_loop() -> None:
     for recipe in (Float8BlockScaling(), Float8BlockScaling(wgrad_input_128x128=True)):
-        made = stage(recipe=recipe, shape=(256, 128))
-        assert made.is_joint and made.grouped and made.takes_device_splits
+        result = stage(recipe=recipe, shape=(256, 128))
+        assert result.is_joint and result.grouped and result.takes_device_splits
         large = stage(recipe=recipe, shape=(4096, 4224))
         assert large.takes_device_splits and not large.is_joint and not large.grouped
         for shape in ((256, 144), (144, 256), (0, 128)):
@@ -100,12 +100,12 @@ def test_row_counts_stay_on_the_device_where_no_gradient_is_put_off(monkeypatch)
     assert stage("fp8-rowwise").takes_device_splits and stage("fp8-delayed").takes_device_splits
     weight = torch.nn.Parameter(torch.zeros(SHAPE))
     for sink, stays in ((ToMainGrad(lambda: weight), True), (Deferred(deque()), False)):
-        made = GroupedStage.of([replace(one, sink=sink) for one in linears(plan())], SHAPE)
-        assert made.is_joint and made.takes_device_splits is stays
-        made = GroupedStage.of([replace(one, sink=sink) for one in linears(plan(weight_grad=False))], SHAPE)
-        assert made.takes_device_splits
-    made = stage(device="sm100")
-    assert made.is_joint and not made.takes_device_splits
+        result = GroupedStage.of([replace(one, sink=sink) for one in linears(plan())], SHAPE)
+        assert result.is_joint and result.takes_device_splits is stays
+        result = GroupedStage.of([replace(one, sink=sink) for one in linears(plan(weight_grad=False))], SHAPE)
+        assert result.takes_device_splits
+    result = stage(device="sm100")
+    assert result.is_joint and not result.takes_device_splits
 
 
 def test_one_product_takes_all_linears_where_weights_are_small() -> None:
@@ -138,13 +138,13 @@ class Columns:
 
 def weights(mains: list, **flags) -> list:
     """A weight for each main_grad, None where there is none; `flags` are attributes of the first."""
-    made = [None if main is None else torch.nn.Parameter(torch.zeros(4, 5)) for main in mains]
-    for weight, main in zip(made, mains, strict=True):
+    results = [None if main is None else torch.nn.Parameter(torch.zeros(4, 5)) for main in mains]
+    for weight, main in zip(results, mains, strict=True):
         if weight is not None:
             weight.main_grad = main
     for name, value in flags.items():
-        setattr(made[0], name, value)
-    return made
+        setattr(results[0], name, value)
+    return results
 
 
 @pytest.fixture
@@ -162,8 +162,8 @@ def fill(monkeypatch):
         row = group.plan.wgrad.a
         operands = JoinedOperand(row, codes[:4], codes), JoinedOperand(row, codes[4:], codes)
         where = Segments(torch.zeros(6), 3, 16, 16, grouped=True)
-        found = group.weight_gradients(*operands, where, like, [weight is not None for weight in made])
-        assert found == [None] * 3
+        result = group.weight_gradients(*operands, where, like, [weight is not None for weight in made])
+        assert result == [None] * 3
         return columns.launches
 
     return filled
@@ -173,9 +173,9 @@ def test_gradients_of_a_group_go_to_their_places_in_one_product(fill) -> None:
     columns = Columns()
     for overwrites in (False, True):
         mains = [torch.full((4, 5), 3.0) for _ in range(3)]
-        made = weights(mains, overwrite_main_grad=overwrites)
+        result = weights(mains, overwrite_main_grad=overwrites)
         versions = [main._version for main in mains]
-        fill(made, columns)
+        fill(result, columns)
         want = columns.made + 3
         want[0] = columns.made[0] if overwrites else want[0]
         assert all(torch.equal(a, b) for a, b in zip(mains, want, strict=True))
@@ -213,8 +213,8 @@ def test_experts_that_share_a_buffer_are_added_up(fill) -> None:
 
 
 def test_biases_of_some_experts_are_zeros_for_the_others() -> None:
-    given = [None, torch.ones(4), None]
-    assert torch.equal(segment_products.stacked(given, 4), torch.tensor([[0.0], [1], [0]]).expand(3, 4))
+    inputs = [None, torch.ones(4), None]
+    assert torch.equal(segment_products.stacked(inputs, 4), torch.tensor([[0.0], [1], [0]]).expand(3, 4))
     assert segment_products.stacked([None, None], 4) is None
 
 
@@ -229,14 +229,14 @@ def test_the_plan_names_what_multiplies(monkeypatch) -> None:
     recipe = recipes.load("fp8-delayed")
     grouped = ["grouped FP8 product, fast accumulation", "grouped FP8 product", "grouped FP8 product"]
     cublas = [name.replace("grouped", "cuBLAS") for name in grouped]
-    for sizes, given, want, why in (
+    for sizes, inputs, want, why in (
         ((64, 32), {}, grouped, "one launch for all experts"),
         ((64, 32), {"bias": True, "fuse_wgrad_accumulation": True}, grouped, "one launch for all experts"),
         ((64, 32), {"delay_wgrad_compute": True}, cublas, "a product for each expert: weight gradients are put off"),
         ((4096, 4112), {}, cublas, f"a product for each expert: a weight has more than {1 << 24} elements"),
         ((64, 40), {}, cublas, "a product for each expert: it takes weights whose sizes are multiples of 16"),
     ):
-        m = GroupedLinear(3, *sizes, recipe=recipe, device="meta", **{"bias": False, **given})
+        m = GroupedLinear(3, *sizes, recipe=recipe, device="meta", **{"bias": False, **inputs})
         rows = duotone.plan(m, device="sm90", dtype=torch.bfloat16)
         assert [row.kernel for row in rows] == want and {row.reason for row in rows} == {why}
 
@@ -245,8 +245,8 @@ def test_tensors_that_calls_share_are_not_those_of_a_captured_graph(monkeypatch)
     """Or the graph would read addresses that the cache has let go of."""
     monkeypatch.setattr(segments, "is_capturing", lambda: True)
     monkeypatch.setattr(segments, "_TABLES", {})
-    made = [segments._remembered((16, 32), torch.int32, torch.device("cpu")) for _ in range(2)]
-    assert made[0] is not made[1] and made[0].tolist() == [16, 32] and not segments._TABLES
+    results = [segments._remembered((16, 32), torch.int32, torch.device("cpu")) for _ in range(2)]
+    assert results[0] is not results[1] and results[0].tolist() == [16, 32] and not segments._TABLES
 
 
 def test_cached_weights_take_segments() -> None:

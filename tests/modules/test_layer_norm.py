@@ -91,8 +91,10 @@ def plain(module: nn.Module, kind: str, activation: str = ""):
 @pytest.mark.parametrize("activation", ["", *ACTIVATIONS])
 def test_identity_is_bit_identical_to_torchs_own_modules(activation, kind, dtype, bias) -> None:
     """hybrid 72: every activation and norm, also over lead dimensions and nothing at all."""
-    given = {"normalization": kind, "bias": bias, "params_dtype": dtype}
-    module = LayerNormMLP(64, 48, activation=activation, **given) if activation else LayerNormLinear(64, 48, **given)
+    options = {"normalization": kind, "bias": bias, "params_dtype": dtype}
+    module = (
+        LayerNormMLP(64, 48, activation=activation, **options) if activation else LayerNormLinear(64, 48, **options)
+    )
     reference = plain(randomise(module), kind, activation)
     for shape in ((33, 64), (2, 3, 64), (0, 64)):
         x = torch.randn(shape).to(dtype)
@@ -122,11 +124,11 @@ def modules_of(module: nn.Module, kind: str, recipe, activation: str, zero_cente
 def test_every_recipe_gives_the_bits_of_separate_modules(name, kind, activation, zero_centered) -> None:
     """Two steps: outputs, gradients, seeds and delayed scales."""
     recipe = RECIPES[name]
-    given = {"normalization": kind, "zero_centered_gamma": zero_centered, "params_dtype": DTYPE, "recipe": recipe}
+    options = {"normalization": kind, "zero_centered_gamma": zero_centered, "params_dtype": DTYPE, "recipe": recipe}
     module = (
-        LayerNormMLP(64, 48, activation=activation, name="m", **given)
+        LayerNormMLP(64, 48, activation=activation, name="m", **options)
         if activation
-        else LayerNormLinear(64, 48, name="m", **given)
+        else LayerNormLinear(64, 48, name="m", **options)
     )
     randomise(module)
     parts = modules_of(module, kind, recipe, activation, zero_centered)
@@ -155,20 +157,20 @@ def test_what_is_asked_for_is_returned_in_order(cls, normalised, return_bias) ->
     whole = cls(64, 48, recipe=MX, params_dtype=DTYPE)
     whole.load_state_dict(module.state_dict())
     x = torch.randn(32, 64).to(DTYPE)
-    made = module(x)
-    made = list(made) if isinstance(made, tuple) else [made]
-    assert len(made) == 1 + return_bias + normalised
+    layer = module(x)
+    layer = list(layer) if isinstance(layer, tuple) else [layer]
+    assert len(layer) == 1 + return_bias + normalised
     bias = module.bias if cls is LayerNormLinear else module.fc2.bias
     if return_bias:
-        assert made[1] is bias
+        assert layer[1] is bias
         with torch.no_grad():
             bias.zero_()
             (whole.bias if cls is LayerNormLinear else whole.fc2.bias).zero_()
-    assert torch.equal(made[0], whole(x))
+    assert torch.equal(layer[0], whole(x))
     if normalised:
         norm = nn.LayerNorm(64, dtype=DTYPE)
         norm.load_state_dict({"weight": module.layer_norm_weight, "bias": module.layer_norm_bias})
-        assert torch.equal(made[-1], norm(x))
+        assert torch.equal(layer[-1], norm(x))
         leaf = x.clone().requires_grad_()
         module(leaf)[-1].float().square().sum().backward()
         got, leaf.grad = [leaf.grad, module.layer_norm_weight.grad], None
@@ -250,9 +252,9 @@ def test_checkpoints_of_transformer_engine_load() -> None:
     mlp, other = randomise(LayerNormMLP(64, 48)), LayerNormMLP(64, 48)
     theirs = {name.replace("fc1.", "fc1_").replace("fc2.", "fc2_"): value for name, value in mlp.state_dict().items()}
     assert set(theirs) == {f"{part}_{kind}" for part in ("layer_norm", "fc1", "fc2") for kind in ("weight", "bias")}
-    given = dict(theirs)
-    other.load_state_dict(given)
-    assert equal(list(other.parameters()), list(mlp.parameters())) and set(given) == set(theirs)
+    options = dict(theirs)
+    other.load_state_dict(options)
+    assert equal(list(other.parameters()), list(mlp.parameters())) and set(options) == set(theirs)
     nested = nn.ModuleDict({"block": LayerNormMLP(64, 48)})
     nested.load_state_dict({f"block.{name}": value for name, value in theirs.items()})
     assert equal(list(nested.parameters()), list(mlp.parameters()))
@@ -265,8 +267,8 @@ def test_extra_states_that_hold_nothing_are_no_obstacle(cls) -> None:
     module.load_state_dict({**module.state_dict(), "_extra_state": torch.empty(0, dtype=torch.uint8)})
 
 
-def make(cls, **given) -> nn.Module:
-    return cls(64, 48, params_dtype=DTYPE, name="m", **{"recipe": NV, **given})
+def make(cls, **options) -> nn.Module:
+    return cls(64, 48, params_dtype=DTYPE, name="m", **{"recipe": NV, **options})
 
 
 @pytest.mark.parametrize("cls", [LayerNormLinear, LayerNormMLP])

@@ -61,9 +61,9 @@ def test_shapes_and_strides_give_the_bits_of_the_contiguous_matrix(name) -> None
     expected = module(matrix)
     wide = torch.randn(24, 128).bfloat16()
     wide[:, ::2] = matrix
-    for given in (matrix.t().contiguous().t(), wide[:, ::2], matrix.view(2, 12, 64), matrix.view(2, 3, 4, 64)):
-        got = module(given.detach().requires_grad_())
-        assert got.shape == (*given.shape[:-1], 32) and torch.equal(got.reshape(24, 32), expected)
+    for inputs in (matrix.t().contiguous().t(), wide[:, ::2], matrix.view(2, 12, 64), matrix.view(2, 3, 4, 64)):
+        got = module(inputs.detach().requires_grad_())
+        assert got.shape == (*inputs.shape[:-1], 32) and torch.equal(got.reshape(24, 32), expected)
         got.sum().backward()
     assert torch.equal(module(matrix[3]), module(matrix[3:4])[0])
     for empty in ((0, 64), (2, 0, 64), (0, 3, 64)):

@@ -28,13 +28,13 @@ CLASSES: dict[str, Callable[..., nn.Module]] = {
 every_class = pytest.mark.parametrize("kind", CLASSES)
 
 
-def make(kind: str, **given) -> nn.Module:
+def make(kind: str, **options) -> nn.Module:
     torch.manual_seed(11)
-    return CLASSES[kind](**{"params_dtype": DTYPE, "recipe": MX, "name": "m", **given})
+    return CLASSES[kind](**{"params_dtype": DTYPE, "recipe": MX, "name": "m", **options})
 
 
-def call(m: nn.Module, x: Tensor, **given):
-    return m(x, SPLITS, **given) if isinstance(m, GroupedLinear) else m(x, **given)
+def call(m: nn.Module, x: Tensor, **options):
+    return m(x, SPLITS, **options) if isinstance(m, GroupedLinear) else m(x, **options)
 
 
 def rows() -> Tensor:
@@ -53,10 +53,10 @@ def first_of(y) -> Tensor:
     return y[0] if isinstance(y, tuple) else y
 
 
-def backward(m: nn.Module, x: Tensor, **given) -> list[Tensor]:
+def backward(m: nn.Module, x: Tensor, **options) -> list[Tensor]:
     """The output and the gradient of the input; parameters accumulate theirs."""
     leaf = x.clone().requires_grad_()
-    y = first_of(call(m, leaf, **given))
+    y = first_of(call(m, leaf, **options))
     torch.manual_seed(5)
     y.backward(torch.randn(y.shape).to(y.dtype))
     return [y.detach(), leaf.grad]
@@ -70,9 +70,9 @@ def grads(parameters) -> list[Tensor | None]:
     return [p.grad for p in parameters]
 
 
-def twin(m: nn.Module, kind: str, **given) -> nn.Module:
+def twin(m: nn.Module, kind: str, **options) -> nn.Module:
     """The module without the option, with the same values and seeds."""
-    other = make(kind, **given)
+    other = make(kind, **options)
     other.load_state_dict(m.state_dict())
     duotone.load_rng_state(other, duotone.rng_state(m))
     return other
@@ -95,9 +95,9 @@ def encoded(monkeypatch) -> list[tuple]:
 def weight_encodes(calls: list[tuple], m: nn.Module) -> int:
     shapes = {tuple(w.shape[-2:]) for w in matrices(m)} - {(32, 64)}
     shapes |= {tuple(m.weight.shape)} if hasattr(m, "a_weight") else set()  # pieces are encoded as one
-    found = sum(shape in shapes for shape in calls)
+    result = sum(shape in shapes for shape in calls)
     calls.clear()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("option", [{}, {"parameters_split": ("a", "b")}, {"single_grouped_weight": True}], ids=str)
@@ -231,14 +231,14 @@ def test_microbatches_under_checkpoint_have_the_gradients_without(kind, recipe, 
     m, twin = make(kind, recipe=recipe), make(kind, recipe=recipe)
     for first in (True, False):
         x, dy = rows(), torch.randn(32, 64 if kind == "LayerNormMLP" else 96).to(DTYPE)
-        found = []
+        results = []
         for one, run in ((m, checkpoint), (twin, lambda f, x, **_: f(x))):
             leaf = x.clone().requires_grad_()
-            given = {"use_reentrant": reentrant}
-            y = run(lambda x, m=one, first=first: first_of(call(m, x, is_first_microbatch=first)), leaf, **given)
+            options = {"use_reentrant": reentrant}
+            y = run(lambda x, m=one, first=first: first_of(call(m, x, is_first_microbatch=first)), leaf, **options)
             y.backward(dy)
-            found.append([y, leaf.grad, *(p.grad for p in one.parameters())])
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+            results.append([y, leaf.grad, *(p.grad for p in one.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_delayed_amaxes_of_a_cached_weight_are_not_recorded_again() -> None:
@@ -258,9 +258,9 @@ def give_main_grad(m: nn.Module, value: float = 0.0, dtype: torch.dtype = torch.
         weight.main_grad = torch.full(weight.shape, value, dtype=dtype)
 
 
-def exact(m: nn.Module, kind: str, x: Tensor, **given) -> list[Tensor]:
+def exact(m: nn.Module, kind: str, x: Tensor, **options) -> list[Tensor]:
     """Gradients of the weights as an fp32 product: those of `main_grad` after one backward from zero."""
-    one = make(kind, fuse_wgrad_accumulation=True, **given)
+    one = make(kind, fuse_wgrad_accumulation=True, **options)
     one.load_state_dict(m.state_dict())
     duotone.load_rng_state(one, duotone.rng_state(m))
     give_main_grad(one)
@@ -276,10 +276,10 @@ def test_main_grad_is_the_gradient_in_fp32_and_grad_stays_empty(kind, name) -> N
 
     A bf16 rounding moves a value by 2^-8 of it at most; a CPU's fp32 and bf16 products sum in different orders.
     """
-    given = {"recipe": recipes.load(name)}
-    m, x = make(kind, fuse_wgrad_accumulation=True, **given), rows()
+    options = {"recipe": recipes.load(name)}
+    m, x = make(kind, fuse_wgrad_accumulation=True, **options), rows()
     give_main_grad(m)
-    plain = twin(m, kind, **given)
+    plain = twin(m, kind, **options)
     assert equal(backward(m, x), backward(plain, x))
     for ours, theirs in zip(matrices(m), matrices(plain), strict=True):
         assert ours.grad is None and ours.main_grad.dtype == torch.float32
@@ -381,8 +381,8 @@ def test_gradients_that_were_put_off_have_no_graph(kind, fuse) -> None:
         with torch.autocast("cpu", dtype=torch.float16):
             m.backward_dw()
     for weight in matrices(m):
-        made = weight.main_grad if fuse else weight.grad
-        assert not made.requires_grad and made.grad_fn is None
+        result = weight.main_grad if fuse else weight.grad
+        assert not result.requires_grad and result.grad_fn is None
 
 
 def test_a_gradient_that_was_put_off_waits_until_it_is_stored(monkeypatch) -> None:
@@ -419,9 +419,9 @@ def test_one_weight_used_twice_in_a_first_microbatch_keeps_both_gradients() -> N
 @every_class
 def test_delayed_weight_gradients_equal_those_that_are_not(kind, name, fuse) -> None:
     """core 84: several microbatches, oldest first, accumulated; biases and inputs at once."""
-    given = {"recipe": recipes.load(name), "fuse_wgrad_accumulation": fuse}
-    m = make(kind, delay_wgrad_compute=True, **given)
-    plain = twin(m, kind, **given)
+    options = {"recipe": recipes.load(name), "fuse_wgrad_accumulation": fuse}
+    m = make(kind, delay_wgrad_compute=True, **options)
+    plain = twin(m, kind, **options)
     if fuse:
         give_main_grad(m, 1.0)
         give_main_grad(plain, 1.0)
@@ -513,8 +513,8 @@ def test_the_original_input_gives_the_bits_of_its_planes(kind, name) -> None:
 def test_the_very_input_is_kept_and_no_plane_of_it() -> None:
     x = rows()
     m = make("Linear", save_original_input=True)
-    kept = saved(m, x)
-    assert x.data_ptr() in [t.data_ptr() for t in kept] and all(t.shape != (64, 32) for t in kept)
+    saved_values = saved(m, x)
+    assert x.data_ptr() in [t.data_ptr() for t in saved_values] and all(t.shape != (64, 32) for t in saved_values)
     m.weight.requires_grad_(False)
     assert x.data_ptr() not in [t.data_ptr() for t in saved(m, x.requires_grad_())]
     grouped = saved(make("GroupedLinear", save_original_input=True), x.detach())

@@ -295,13 +295,13 @@ def model(*names: str) -> nn.Module:
 
 
 def snapshot(root: nn.Module) -> list:
-    found = []
+    results = []
     for module in root.modules():
         if isinstance(module, duotone.Linear):
             weight = module.weight
             content = bits(weight) if isinstance(weight, QuantizedTensor) else [weight.detach().clone()]
-            found.append((type(weight), weight, content, weight.grad, module.recipe, list(module.state_dict())))
-    return found
+            results.append((type(weight), weight, content, weight.grad, module.recipe, list(module.state_dict())))
+    return results
 
 
 def same_snapshot(a: list, b: list) -> bool:
@@ -348,11 +348,11 @@ def test_conversion_while_something_holds_a_weight_changes_nothing() -> None:
     import weakref
 
     root = model("a", "b")
-    held = weakref.ref(root["b"].weight)
+    reference = weakref.ref(root["b"].weight)
     before = snapshot(root)
     with pytest.raises(UserError, match=r"cannot be converted, cast or moved while something holds it.*weakref"):
         duotone.convert_parameters(root, MX)
-    assert same_snapshot(before, snapshot(root)) and held() is root["b"].weight
+    assert same_snapshot(before, snapshot(root)) and reference() is root["b"].weight
 
 
 def test_wrong_masters_are_refused_before_anything_changes() -> None:
@@ -375,7 +375,7 @@ def test_conversion_there_and_back_keeps_the_parameter_and_its_marks(name) -> No
     """core 52: optimizer, gradient, requires_grad and attributes stay with the object; masters give exact values."""
     root = model("a")
     masters = {"a.weight": torch.randn(N, K).bfloat16()}
-    weight, kept = root["a"].weight, masters["a.weight"].clone()
+    weight, copy_before = root["a"].weight, masters["a.weight"].clone()
     root["a"](torch.randn(4, K).bfloat16()).sum().backward()
     gradient, weight.mark = weight.grad, "mine"
     optimizer = torch.optim.SGD(root.parameters(), lr=0.5, momentum=0.9)
@@ -386,7 +386,7 @@ def test_conversion_there_and_back_keeps_the_parameter_and_its_marks(name) -> No
     optimizer.step()
     assert not torch.equal(weight.dequantize(), before)
     values = weight.dequantize().clone()
-    assert torch.equal(masters["a.weight"], kept)
+    assert torch.equal(masters["a.weight"], copy_before)
     duotone.convert_parameters(root, HighPrecision())
     assert root["a"].weight is weight and not isinstance(weight, QuantizedTensor)
     assert torch.equal(weight, values) and weight.mark == "mine" and torch.equal(weight.grad, gradient)

@@ -55,8 +55,8 @@ def test_hooks_on_inner_linears_fire_and_change_no_bit(kind) -> None:
     assert torch.equal(y, want) and seen == ["forward", "backward"]
 
 
-def fused(**given) -> duotone.Linear:
-    m = duotone.Linear(32, 64, fuse_wgrad_accumulation=True, **given)
+def fused(**options) -> duotone.Linear:
+    m = duotone.Linear(32, 64, fuse_wgrad_accumulation=True, **options)
     m.weight.main_grad = torch.full((64, 32), 100.0)
     return m
 
@@ -133,8 +133,8 @@ def test_a_routing_counts_the_rows_of_each_expert(experts) -> None:
 
 def test_what_a_mixture_cannot_route_is_refused_in_one_line() -> None:
     moe = duotone.MoE(16, 32, 4)
-    for x, told in ((torch.tensor(1.0), r"MoE takes \(..., 16\); got \(\)"), (torch.ones(3, 8), r"got \(3, 8\)")):
-        with pytest.raises(UserError, match=told):
+    for x, text in ((torch.tensor(1.0), r"MoE takes \(..., 16\); got \(\)"), (torch.ones(3, 8), r"got \(3, 8\)")):
+        with pytest.raises(UserError, match=text):
             moe(x)
     moe.fc1 = duotone.GroupedLinear(8, 16, 64, bias=False)
     with pytest.raises(UserError, match="m_splits needs 8 row counts"):

@@ -53,16 +53,16 @@ def train(recipe, kind: str, where: str, frozen: bool = False) -> list[Tensor]:
         with inside():
             return root(t)
 
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for _ in range(3):
         leaf = torch.randn(16, 32).bfloat16().requires_grad_()
         with outside():
             y = body(leaf) if kind == "none" else checkpoint(body, leaf, use_reentrant=kind == "reentrant")
         root.zero_grad()
         y.float().square().sum().backward()
-        found += [y.detach(), leaf.grad, *[p.grad for p in root.parameters() if p.grad is not None]]
-        found += [b.clone() for b in root.buffers()]
-    return found
+        results += [y.detach(), leaf.grad, *[p.grad for p in root.parameters() if p.grad is not None]]
+        results += [b.clone() for b in root.buffers()]
+    return results
 
 
 @pytest.mark.parametrize("where", ["none", "outside", "inside"])
@@ -100,7 +100,7 @@ def test_steps_under_a_checkpoint_draw_new_numbers_each_time(kind) -> None:
 
 def test_a_quantized_weight_under_a_checkpoint_changes_no_bit() -> None:
     """core 90."""
-    found = []
+    results = []
     for kind in (None, True, False):
         torch.manual_seed(3)
         with duotone.quantized_model_init(recipe=RECIPES["fp8-delayed"]):
@@ -113,9 +113,9 @@ def test_a_quantized_weight_under_a_checkpoint_changes_no_bit() -> None:
             y.square().sum().backward()
             optimizer.step()
             out += [y.detach(), leaf.grad, m.weight.dequantize().clone(), *[b.clone() for b in m.buffers()]]
-        found.append(out)
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+        results.append(out)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("options", [{}, {"return_bias": True, "return_layernorm_output": True}])
@@ -126,18 +126,18 @@ def test_an_mlp_that_recomputes_itself_changes_no_bit_and_keeps_its_input_alone(
     def steps(again: bool) -> tuple[list[Tensor], int]:
         torch.manual_seed(3)
         module = duotone.LayerNormMLP(32, 64, activation="swiglu", checkpoint=again, name="m", **options)
-        found: list[Tensor] = []
+        results: list[Tensor] = []
         sizes: list[int] = []
         for _ in range(2):
             x = torch.randn(16, 32).requires_grad_()
             with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):
                 with duotone.autocast(recipe=RECIPES[name]):
-                    made = module(x)
-            outputs = made if isinstance(made, tuple) else (made,)
+                    layer = module(x)
+            outputs = layer if isinstance(layer, tuple) else (layer,)
             outputs[0].square().sum().backward()
-            found += [*outputs, x.grad, *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
-            found += [b.clone() for b in module.buffers()]
-        return found, sum(sizes)
+            results += [*outputs, x.grad, *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+            results += [b.clone() for b in module.buffers()]
+        return results, sum(sizes)
 
     (plain, whole), (recomputed, less) = steps(False), steps(True)
     assert len(plain) == len(recomputed) and all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))

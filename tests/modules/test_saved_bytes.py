@@ -24,11 +24,11 @@ def plane(fmt: Format, rows: int, cols: int) -> int:
 
 def promised(operand: OperandPlan, rows: int, cols: int, is_weight: bool) -> int:
     """Bytes of an operand (rows, cols). A weight that is kept as it is costs nothing more."""
-    kept, quantizer = operand.backward, operand.quantizer
-    columnwise = kept.quantizes_gradient
+    saved, quantizer = operand.backward, operand.quantizer
+    columnwise = saved.quantizes_gradient
     fmt = (quantizer.columnwise if columnwise else quantizer.rowwise) or IDENTITY
     decoded = columnwise and quantizer.columnwise_source != "original"
-    if kept.keeps_original or (fmt == IDENTITY and not decoded):
+    if saved.keeps_original or (fmt == IDENTITY and not decoded):
         return 0 if is_weight else 2 * rows * cols
     return plane(fmt, *((cols, rows) if columnwise else (rows, cols)))
 

@@ -34,33 +34,33 @@ def saved(model: nn.Module, x: torch.Tensor) -> int:
 def test_the_peak_of_a_linear_is_predicted_within_five_percent(name: str) -> None:
     size = 512
     m, x = converted(name, nn.Linear(size, size)), batch(size // 2, size)
-    made = observe.ledger(m, lambda: m(x))
-    assert made.predicted_peak == pytest.approx(made.measured_peak, rel=0.05)
+    result = observe.ledger(m, lambda: m(x))
+    assert result.predicted_peak == pytest.approx(result.measured_peak, rel=0.05)
     # Weight, input and their gradients live at once in backward; nothing less would be believable.
-    assert made.measured_peak >= 4 * size * size + 4 * size * size // 2
+    assert result.measured_peak >= 4 * size * size + 4 * size * size // 2
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8-delayed", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("kind", ["LayerNormMLP", "LayerNormLinear", "Sequential"])
 def test_the_peak_of_fused_modules_is_predicted_because_counting_leaves_them_fused(name: str, kind: str) -> None:
-    given = {"recipe": recipes.load(name), "params_dtype": BF16}
-    made: dict[str, Callable[[], nn.Module]] = {
-        "LayerNormMLP": lambda: duotone.LayerNormMLP(256, 512, activation="swiglu", **given),
-        "LayerNormLinear": lambda: duotone.LayerNormLinear(256, 512, **given),
+    options = {"recipe": recipes.load(name), "params_dtype": BF16}
+    results: dict[str, Callable[[], nn.Module]] = {
+        "LayerNormMLP": lambda: duotone.LayerNormMLP(256, 512, activation="swiglu", **options),
+        "LayerNormLinear": lambda: duotone.LayerNormLinear(256, 512, **options),
         "Sequential": lambda: ops.Sequential(
-            ops.RMSNorm(256, dtype=BF16), ops.Linear(256, 512, **given), ops.GELU(), ops.Linear(512, 256, **given)
+            ops.RMSNorm(256, dtype=BF16), ops.Linear(256, 512, **options), ops.GELU(), ops.Linear(512, 256, **options)
         ),
     }
-    m, x = made[kind](), batch(256, 256)
-    found = observe.ledger(m, lambda: m(x))
-    assert found.predicted_peak == pytest.approx(found.measured_peak, rel=0.01)
+    m, x = results[kind](), batch(256, 256)
+    result = observe.ledger(m, lambda: m(x))
+    assert result.predicted_peak == pytest.approx(result.measured_peak, rel=0.01)
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 def test_the_peak_under_a_backward_override_is_predicted_within_five_percent(override: str) -> None:
     m, x = converted("mxfp8", nn.Linear(512, 256), backward_override=override), batch(256, 512)
-    made = observe.ledger(m, lambda: m(x))
-    assert made.predicted_peak == pytest.approx(made.measured_peak, rel=0.05)
+    result = observe.ledger(m, lambda: m(x))
+    assert result.predicted_peak == pytest.approx(result.measured_peak, rel=0.05)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -68,17 +68,17 @@ def test_the_peak_of_a_quantized_parameter_model_is_predicted_within_five_percen
     m = converted(name, nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)))
     duotone.convert_parameters(m, recipes.load(name))
     x = batch(256, 256, grad=False)
-    made = observe.ledger(m, lambda: m(x))
-    assert made.predicted_peak == pytest.approx(made.measured_peak, rel=0.05)
+    result = observe.ledger(m, lambda: m(x))
+    assert result.predicted_peak == pytest.approx(result.measured_peak, rel=0.05)
 
 
 def test_a_peak_in_a_loss_outside_of_modules_is_predicted_too_low_and_shown() -> None:
     m, x = converted("bf16", nn.Linear(64, 1024)), batch(512, 64)
-    made = observe.ledger(m, lambda: m(x).float().square().mean())
-    assert made.predicted_peak < made.measured_peak
-    off = 100 * (made.predicted_peak / made.measured_peak - 1)
-    assert f"({off:+.1f} %)" in str(made)
-    assert made.rows()[-1] == {
+    result = observe.ledger(m, lambda: m(x).float().square().mean())
+    assert result.predicted_peak < result.measured_peak
+    off = 100 * (result.predicted_peak / result.measured_peak - 1)
+    assert f"({off:+.1f} %)" in str(result)
+    assert result.rows()[-1] == {
         "module": "(outside)",
         "weights": 0,
         "caches": 0,
@@ -100,24 +100,24 @@ class WithLoss(nn.Module):
 def test_a_loss_that_is_a_module_counts(name: str) -> None:
     m = WithLoss(converted(name, nn.Linear(256, 1000)))
     x, target = batch(512, 256, grad=False), torch.randint(0, 1000, (512,))
-    made = observe.ledger(m, lambda: m(x, target))
-    assert made.predicted_peak == pytest.approx(made.measured_peak, rel=0.05)
+    result = observe.ledger(m, lambda: m(x, target))
+    assert result.predicted_peak == pytest.approx(result.measured_peak, rel=0.05)
 
 
 def test_rows_have_the_bytes_counted_by_hand() -> None:
     m = converted("mxfp8", nn.Sequential(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 32)))
     x = batch(96, 64, grad=False)
-    made = observe.ledger(m, lambda: m(x))
-    rows = {row["module"]: row for row in made.rows()}
-    assert set(rows) == {"0", "1", "2"} and module_rows(m, lambda: m(x)) == made.modules
+    result = observe.ledger(m, lambda: m(x))
+    rows = {row["module"]: row for row in result.rows()}
+    assert set(rows) == {"0", "1", "2"} and module_rows(m, lambda: m(x)) == result.modules
     assert rows["0"]["weights"] == 2 * 64 * 128 and rows["2"]["weights"] == 2 * (128 * 32 + 32)
     assert rows["0"]["caches"] == rows["2"]["caches"] == 8  # the seed
     # Columnwise MXFP8 planes: one byte an element and one for each 32 along the contraction.
     assert rows["0"]["saved"] == 64 * 96 + 64 * 3  # the input alone: it needs no gradient itself
     assert rows["1"]["saved"] == 2 * 96 * 128
     assert rows["2"]["saved"] == (128 * 96 + 128 * 3) + (128 * 32 + 128)
-    assert made.total == sum(row["total"] for row in rows.values())
-    assert made.inputs == 2 * 96 * 64
+    assert result.total == sum(row["total"] for row in rows.values())
+    assert result.inputs == 2 * 96 * 64
 
 
 def test_a_tied_weight_counts_once_and_delayed_states_count_with_their_linear() -> None:
@@ -148,10 +148,12 @@ def test_a_dequantized_override_keeps_the_bytes_of_rowwise_planes(name: str, rat
     """hybrid 103: less than None where backward is in high precision; as much where both planes share a format, because
     None keeps one plane of each operand, the columnwise one, and not two as elsewhere."""
     x = batch(512, 512)
-    kept = {o: saved(converted(name, nn.Linear(512, 512), backward_override=o), x) for o in (None, "dequantized")}
+    saved_values = {
+        o: saved(converted(name, nn.Linear(512, 512), backward_override=o), x) for o in (None, "dequantized")
+    }
     planes = 2 * 512 * 512 * (1 + 1 / 32)
-    assert kept["dequantized"] == planes
-    assert kept[None] == planes / ratio
+    assert saved_values["dequantized"] == planes
+    assert saved_values[None] == planes / ratio
 
 
 def test_a_high_precision_override_keeps_no_quantized_workspace() -> None:
@@ -164,17 +166,17 @@ def test_a_high_precision_override_keeps_no_quantized_workspace() -> None:
 @pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
 def test_what_needs_no_gradient_is_not_saved(override: str | None) -> None:
     """core 86: a census of saved bytes for all four combinations of input and weight that need a gradient."""
-    kept = {}
+    saved = {}
     for input_grad in (True, False):
         for weight_grad in (True, False):
             m = converted("mxfp8", nn.Linear(128, 256, bias=False), backward_override=override)
             m.weight.requires_grad_(weight_grad)
             x, scale = batch(64, 128, grad=input_grad), nn.Parameter(torch.ones((), dtype=BF16))
-            made = observe.ledger(m, lambda m=m, x=x, scale=scale: m(x).sum() * scale)
-            kept[input_grad, weight_grad] = sum(r["saved"] for r in made.rows() if r["module"] == "")
-    of_weight, of_input = kept[True, False], kept[False, True]
-    assert kept[False, False] == 0
-    assert kept[True, True] == of_weight + of_input
+            result = observe.ledger(m, lambda m=m, x=x, scale=scale: m(x).sum() * scale)
+            saved[input_grad, weight_grad] = sum(r["saved"] for r in result.rows() if r["module"] == "")
+    of_weight, of_input = saved[True, False], saved[False, True]
+    assert saved[False, False] == 0
+    assert saved[True, True] == of_weight + of_input
     planes = {"of_input": 64 * 128 + 64 * 128 // 32, "of_weight": 256 * 128 + 256 * 128 // 32}
     expected = {None: planes, "dequantized": planes, "high_precision": {"of_input": 2 * 64 * 128, "of_weight": 0}}
     assert {"of_input": of_input, "of_weight": of_weight} == expected[override]
@@ -187,8 +189,8 @@ def test_recompute_of_a_dequantized_override_saves_no_column_data() -> None:
     def step() -> torch.Tensor:
         return torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False)
 
-    made = observe.ledger(m, step)
-    assert sum(row["saved"] for row in made.rows()) == x.nbytes
+    result = observe.ledger(m, step)
+    assert sum(row["saved"] for row in result.rows()) == x.nbytes
     plan = m.plan_for(x)
     assert not plan.input.usage.columnwise and not plan.weight.usage.columnwise
 
@@ -209,9 +211,9 @@ def test_a_ledger_leaves_the_next_step_as_it_would_have_been(name: str) -> None:
     for mine, theirs in zip(m.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
     outputs = []
-    for model, given in ((m, x), (twin, x_twin)):
+    for model, inputs in ((m, x), (twin, x_twin)):
         torch.set_rng_state(state)
-        outputs.append(model(given))
+        outputs.append(model(inputs))
         outputs[-1].sum().backward()
     assert torch.equal(*outputs) and torch.equal(x.grad, x_twin.grad)
     buffers = zip(m.named_buffers(), twin.named_buffers(), strict=True)
@@ -273,5 +275,5 @@ def test_on_cuda_the_prediction_agrees_with_the_allocator(name: str) -> None:
     # Without a bias: the sum that is its gradient takes memory of its own there, which is the peak of native products.
     m = converted(name, nn.Linear(2048, 2048, bias=False)).cuda()
     x = batch(2048, 2048).detach().cuda().requires_grad_()
-    made = observe.ledger(m, lambda: m(x))
-    assert made.predicted_peak == pytest.approx(made.measured_peak, rel=0.05)
+    result = observe.ledger(m, lambda: m(x))
+    assert result.predicted_peak == pytest.approx(result.measured_peak, rel=0.05)

@@ -304,12 +304,12 @@ def test_a_delayed_slot_that_meets_nothing_but_zeros_is_dead(tmp_path: Path) -> 
     model = mlp("fp8-delayed")
     with torch.no_grad():
         model.down.weight.zero_()
-    told: list[Alarm] = []
-    with observe.Monitor(model, tmp_path / "m.jsonl", every=2, on_alarm=told.append) as monitor:
+    messages: list[Alarm] = []
+    with observe.Monitor(model, tmp_path / "m.jsonl", every=2, on_alarm=messages.append) as monitor:
         for _ in range(4):
             model(torch.randn(32, 64).to(BF16)).sum().backward()
             monitor.step()
-    (alarm,) = [alarm for alarm in told if alarm.kind == "dead slot"]
+    (alarm,) = [alarm for alarm in messages if alarm.kind == "dead slot"]
     # The weight is zero, and so is what its layer gives the one before.
     assert (alarm.step, alarm.where, alarm.planes) == (2, "up, grad_output rowwise", 2)
 

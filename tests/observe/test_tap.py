@@ -146,16 +146,16 @@ def test_delayed_formats_are_judged_by_the_scale_that_they_used() -> None:
 
 def numpy_summary(x: torch.Tensor, decoded: torch.Tensor, ceiling: torch.Tensor) -> dict[str, float]:
     """The columns of a row from float64 arrays, written from their definitions."""
-    given, got, most = (t.to(torch.float64).numpy() for t in (x, decoded, ceiling))
-    nan, inf, ok = np.isnan(given).sum(), np.isinf(given).sum(), np.isfinite(given)
-    given, got, most = given[ok], got[ok], most[ok]
-    size = np.abs(given[given != 0])
+    options, got, most = (t.to(torch.float64).numpy() for t in (x, decoded, ceiling))
+    nan, inf, ok = np.isnan(options).sum(), np.isinf(options).sum(), np.isfinite(options)
+    options, got, most = options[ok], got[ok], most[ok]
+    size = np.abs(options[options != 0])
     return {
-        "snr_db": 10 * np.log10(np.sum(given**2) / np.sum((given - got) ** 2)),
-        "underflow": np.sum((given != 0) & (got == 0)) / size.size,
-        "saturation": np.mean(np.abs(given) > most),
-        "bias": np.sum(got - given) / np.sum(size),
-        "cosine": np.dot(given, got) / np.linalg.norm(given) / np.linalg.norm(got),
+        "snr_db": 10 * np.log10(np.sum(options**2) / np.sum((options - got) ** 2)),
+        "underflow": np.sum((options != 0) & (got == 0)) / size.size,
+        "saturation": np.mean(np.abs(options) > most),
+        "bias": np.sum(got - options) / np.sum(size),
+        "cosine": np.dot(options, got) / np.linalg.norm(options) / np.linalg.norm(got),
         "nan": nan,
         "inf": inf,
         "amax": size.max(),
@@ -176,9 +176,9 @@ def test_statistics_agree_with_numpy_in_float64(name: str, dtype: torch.dtype) -
     assert summary(sums.tolist(), extremes.tolist()) == pytest.approx(expected, rel=1e-12)
 
 
-def stats(x: torch.Tensor, name: str, **given) -> dict[str, float]:
+def stats(x: torch.Tensor, name: str, **options) -> dict[str, float]:
     fmt = formats.get(name)
-    plane = Plane(fmt, fmt.encode(x, **given), tuple(x.shape))
+    plane = Plane(fmt, fmt.encode(x, **options), tuple(x.shape))
     sums, extremes = (t.tolist() for t in measure(x, plane))
     return {**dict(zip(FIELDS, sums, strict=True)), **summary(sums, extremes)}
 
@@ -307,6 +307,6 @@ def test_a_tap_counts_amaxes_that_did_not_enter_a_history_as_they_were() -> None
         with duotone.autocast(recipe=recipe if number == 1 else observe.with_statistics(recipe, store)):
             y = m["proj"](x.requires_grad_())
         y.backward(dy)
-    found = {(r["role"], r["plane"]): (r["amaxes_skipped"], r["spikes_clamped"]) for r in store.rows()}
-    expected = dict.fromkeys(found, (0, 0)) | {("grad_output", "rowwise"): (1, 0), ("input", "rowwise"): (0, 1)}
-    assert found == expected
+    results = {(r["role"], r["plane"]): (r["amaxes_skipped"], r["spikes_clamped"]) for r in store.rows()}
+    expected = dict.fromkeys(results, (0, 0)) | {("grad_output", "rowwise"): (1, 0), ("input", "rowwise"): (0, 1)}
+    assert results == expected

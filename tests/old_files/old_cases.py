@@ -87,7 +87,7 @@ def modules() -> dict[str, tuple[nn.Module, Call]]:
     tapped = ops.Sequential(ops.RMSNorm(WIDTH, **BF16), ops.Linear(WIDTH, 32, bias=False, **MXFP8), ops.SwiGLU())
     extra = ops.Sequential(ops.MakeExtraOutput(), ops.ConstantScale(0.5), ops.AddExtraInput())
     quiet = {"attention_dropout": 0.0}
-    made: dict[str, tuple[nn.Module, Call]] = {
+    results: dict[str, tuple[nn.Module, Call]] = {
         "linear": (duotone.Linear(WIDTH, WIDTH, **MXFP8), call(matrix())),
         "linear-split": (
             duotone.Linear(WIDTH, WIDTH, parameters_split=("query", "key"), **MXFP8),
@@ -118,13 +118,13 @@ def modules() -> dict[str, tuple[nn.Module, Call]]:
         "converted": (quantized_model("mxfp8"), call(matrix())),
         "converted-subclass": (_converted_subclass(), call(matrix())),
     }
-    return made
+    return results
 
 
 def small_ops() -> nn.ModuleDict:
     """One of each op that needs no process group, all of them from (16, 16)."""
     names = "GELU GEGLU GLU QGELU QGEGLU ReLU ReGLU SReLU SReGLU SiLU SwiGLU ClampedSwiGLU Identity L2Normalization"
-    made = {name: getattr(ops, name)() for name in names.split()}
+    results = {name: getattr(ops, name)() for name in names.split()}
     further = {
         "Bias": ops.Bias(WIDTH),
         "ConstantScale": ops.ConstantScale(3.0),
@@ -135,7 +135,7 @@ def small_ops() -> nn.ModuleDict:
         "LayerNorm": ops.LayerNorm(WIDTH),
         "RMSNorm": ops.RMSNorm(WIDTH),
     }
-    return nn.ModuleDict(made | further).to(torch.bfloat16)
+    return nn.ModuleDict(results | further).to(torch.bfloat16)
 
 
 def outputs_of(made: nn.ModuleDict) -> Tensor:
@@ -240,14 +240,14 @@ def tensors() -> dict[str, Tensor]:
         "columnwise alone": (None, "fp8_e4m3_1x128"),
         "identity": ("identity", "fp8_e4m3_row"),
     }
-    made: dict[str, Tensor] = {
+    results: dict[str, Tensor] = {
         name: Quantizer(row and formats.get(row), col and formats.get(col)).quantize(matrix())
         for name, (row, col) in pairs.items()
     }
-    made["delayed"] = bound_handle().quantize(matrix())
-    made["parameter"] = nn.Parameter(te.MXFP8Quantizer().quantize(matrix()))
-    made["frozen parameter"] = nn.Parameter(te.MXFP8Quantizer().quantize(matrix()), requires_grad=False)
-    return made
+    results["delayed"] = bound_handle().quantize(matrix())
+    results["parameter"] = nn.Parameter(te.MXFP8Quantizer().quantize(matrix()))
+    results["frozen parameter"] = nn.Parameter(te.MXFP8Quantizer().quantize(matrix()), requires_grad=False)
+    return results
 
 
 def tap() -> observe.Tap:

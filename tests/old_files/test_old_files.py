@@ -131,8 +131,8 @@ def test_pickled_recipes_give_the_same_quantizers(name: str) -> None:
 def test_a_pickled_handle_of_delayed_scaling() -> None:
     handle = load("bound-handle")
     assert isinstance(handle, Float8Quantizer)
-    made, want = handle.quantize(cases.matrix()), cases.bound_handle().quantize(cases.matrix())
-    assert torch.equal(made.dequantize(), want.dequantize())
+    tensor, want = handle.quantize(cases.matrix()), cases.bound_handle().quantize(cases.matrix())
+    assert torch.equal(tensor.dequantize(), want.dequantize())
     assert handle.amax.item() == cases.matrix().abs().max().item()
 
 
@@ -198,10 +198,10 @@ def test_recipe_files(name: str) -> None:
 
 
 def test_an_op_that_was_called_can_be_pickled() -> None:
-    made = cases.small_ops()
-    want = cases.outputs_of(made)
+    result = cases.small_ops()
+    want = cases.outputs_of(result)
     content = io.BytesIO()
-    torch.save(made, content)
+    torch.save(result, content)
     again = torch.load(io.BytesIO(content.getvalue()), weights_only=False)
     assert torch.equal(cases.outputs_of(again), want)
 

@@ -75,18 +75,18 @@ def write_modules() -> None:
         with torch.no_grad():
             output = run(module.eval())
         save({"module": module, "output": output}, f"module-{name}")
-    made = cases.small_ops().eval()
+    result = cases.small_ops().eval()
     with torch.no_grad():
-        called = copy.deepcopy(made)  # some of that commit cannot be pickled once they were called
+        called = copy.deepcopy(result)  # some of that commit cannot be pickled once they were called
         output = cases.outputs_of(called)
-    save({"module": made, "output": output}, "module-ops")
+    save({"module": result, "output": output}, "module-ops")
 
 
 def write_values() -> None:
     save(cases.values(), "values")
     save(cases.bound_handle(), "bound-handle")
-    made = cases.tensors()
-    save({name: {"tensor": value, "decoded": value.detach().dequantize()} for name, value in made.items()}, "tensors")
+    result = cases.tensors()
+    save({name: {"tensor": value, "decoded": value.detach().dequantize()} for name, value in result.items()}, "tensors")
     store = cases.tap()
     save({"tap": store, "rows": store.rows()}, "tap")
     written = {name: recipe.to_dict() for name, recipe in cases.built_in_recipes().items() if name != "custom"}

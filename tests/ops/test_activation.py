@@ -74,7 +74,7 @@ def same(got: list[Tensor], want: list[Tensor]) -> None:
 
 def test_every_activation_has_a_reference_and_a_class() -> None:
     assert set(ACTIVATIONS) == set(REFERENCE) == set(CLASSES)
-    assert {name for name, found in ACTIVATIONS.items() if found.gated} == {*GATE_OF, "clamped_swiglu", "situglu"}
+    assert {name for name, result in ACTIVATIONS.items() if result.gated} == {*GATE_OF, "clamped_swiglu", "situglu"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)

@@ -19,8 +19,8 @@ def rows(*shape: int) -> Tensor:
     return torch.randn(*(shape or (32, 64)))
 
 
-def linear(recipe=MX, **given) -> ops.Linear:
-    return ops.Linear(64, 64, recipe=recipe, name="l", **given)
+def linear(recipe=MX, **options) -> ops.Linear:
+    return ops.Linear(64, 64, recipe=recipe, name="l", **options)
 
 
 def residual(middle: nn.Module, to_caller: bool = False) -> ops.Sequential:
@@ -51,8 +51,8 @@ def test_a_channel_is_the_residual_that_the_caller_would_pass(recipe) -> None:
 
 def test_the_caller_gets_the_output_too_unless_told_otherwise() -> None:
     x = rows()
-    y, kept = residual(linear(), to_caller=True)(x)
-    assert torch.equal(kept, x) and y.shape == x.shape
+    y, saved = residual(linear(), to_caller=True)(x)
+    assert torch.equal(saved, x) and y.shape == x.shape
     assert isinstance(residual(linear())(x), Tensor)
     keep = ops.MakeExtraOutput()
     keep.set_extra_output_channel(0, "r")
@@ -82,12 +82,12 @@ def test_several_consumers_and_inputs_of_the_caller_mix() -> None:
 
 def chain(*channels: tuple[str, str]) -> ops.Sequential:
     """Ops that give ("out", name) or take ("in", name) channels."""
-    made = []
+    results = []
     for kind, name in channels:
         op = ops.MakeExtraOutput() if kind == "out" else ops.AddExtraInput()
         op.set_extra_output_channel(0, name) if kind == "out" else op.set_extra_input_channel(0, name)
-        made.append(op)
-    return ops.Sequential(*made)
+        results.append(op)
+    return ops.Sequential(*results)
 
 
 @pytest.mark.parametrize(

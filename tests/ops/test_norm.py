@@ -76,15 +76,15 @@ def test_nan_infinity_and_denormals_have_the_bits_of_torch(awkward, kind, dtype)
 def test_strided_and_expanded_tensors_have_the_bits_of_torch(kind) -> None:
     x = torch.randn(96, 33).t()
     wide, sliced = torch.randn(33, 192), torch.randn(2, 33, 96).transpose(0, 1)
-    for given in (x, wide[:, ::2], sliced, torch.randn(96).expand(4, 96)):
+    for inputs in (x, wide[:, ::2], sliced, torch.randn(96).expand(4, 96)):
         gradients = (
-            torch.randn(given.shape),
-            torch.randn(*given.shape[:-1], 192)[..., ::2],
-            torch.ones(()).expand(given.shape),
+            torch.randn(inputs.shape),
+            torch.randn(*inputs.shape[:-1], 192)[..., ::2],
+            torch.ones(()).expand(inputs.shape),
         )
         for dy in gradients:
             ours, theirs = pair(kind, 96, torch.float32)
-            for got, want in zip(outcome(ours, given, dy), outcome(theirs, given, dy), strict=True):
+            for got, want in zip(outcome(ours, inputs, dy), outcome(theirs, inputs, dy), strict=True):
                 same(got, want)
 
 

@@ -34,9 +34,9 @@ def restored() -> Iterator[None]:
 @contextmanager
 def only(*rules) -> Iterator[None]:
     """No rules but these, each with its pass."""
-    before = {when: list(found) for when, found in RULES.rules.items()}
-    for found in before.values():
-        for rule in found:
+    before = {when: list(result) for when, result in RULES.rules.items()}
+    for result in before.values():
+        for rule in result:
             ops.unregister_rule(rule)
     for rule, when in rules:
         ops.register_rule(rule, when)
@@ -51,16 +51,16 @@ def rows(m: int = 32, k: int = 64) -> Tensor:
     return torch.randn(m, k).to(DTYPE)
 
 
-def linear(n: int = 64, k: int = 64, **given) -> ops.BasicLinear:
-    return ops.BasicLinear(k, n, params_dtype=DTYPE, **{"recipe": MX, **given})
+def linear(n: int = 64, k: int = 64, **options) -> ops.BasicLinear:
+    return ops.BasicLinear(k, n, params_dtype=DTYPE, **{"recipe": MX, **options})
 
 
 def stages(parts, x: Tensor) -> tuple[Stage, ...]:
-    signal, made = info_of(x), []
+    signal, results = info_of(x), []
     for op in parts:
         stage, signal, *_ = op.link(signal, None)
-        made.append(stage)
-    return tuple(made)
+        results.append(stage)
+    return tuple(results)
 
 
 def kinds(parts, x: Tensor | None = None) -> tuple[list[str], list[str]]:
@@ -155,24 +155,24 @@ def test_a_quantized_input_and_frozen_weights_are_no_obstacle_and_no_trap() -> N
 
 def model(kind: str, recipe) -> torch.nn.Module:
     torch.manual_seed(7)
-    given = {"params_dtype": DTYPE, "recipe": recipe}
+    options = {"params_dtype": DTYPE, "recipe": recipe}
     if kind == "sequential":
         return ops.Sequential(
             ops.RMSNorm(64, dtype=DTYPE, zero_centered_gamma=True),
-            ops.Linear(64, 128, name="a", **given),
+            ops.Linear(64, 128, name="a", **options),
             ops.SwiGLU(),
-            ops.BasicLinear(64, 64, name="b", **given),
+            ops.BasicLinear(64, 64, name="b", **options),
             ops.GELU(),
             ops.MakeExtraOutput(),
             ops.SReLU(),
-            ops.BasicLinear(64, 96, name="c", **given),
+            ops.BasicLinear(64, 96, name="c", **options),
             ops.ClampedSwiGLU(),
             ops.LayerNorm(48, dtype=DTYPE),
-            ops.Linear(48, 32, name="d", **given),
+            ops.Linear(48, 32, name="d", **options),
         )
     if kind == "LayerNormLinear":
-        return LayerNormLinear(64, 48, name="a", normalization="RMSNorm", **given)
-    return LayerNormMLP(64, 48, name="m", activation="geglu", **given)
+        return LayerNormLinear(64, 48, name="a", normalization="RMSNorm", **options)
+    return LayerNormMLP(64, 48, name="m", activation="geglu", **options)
 
 
 def steps(kind: str, recipe, frozen: tuple[str, ...] = (), input_grad: bool = True) -> list[Tensor]:
@@ -180,7 +180,7 @@ def steps(kind: str, recipe, frozen: tuple[str, ...] = (), input_grad: bool = Tr
     m = model(kind, recipe)
     for name, parameter in m.named_parameters():
         parameter.requires_grad_(not name.endswith(frozen) if frozen else True)
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for step in range(2):
         torch.manual_seed(100 + step)
         x = rows(48).requires_grad_(input_grad)
@@ -190,9 +190,9 @@ def steps(kind: str, recipe, frozen: tuple[str, ...] = (), input_grad: bool = Tr
         y = m(x)
         outputs = y if isinstance(y, tuple) else (y,)
         sum(out.float().square().sum() for out in outputs).backward()
-        found += [*(out.detach() for out in outputs), *(p.grad for p in m.parameters() if p.grad is not None)]
-        found += [b.clone() for b in m.buffers()] + ([x.grad] if input_grad else [])
-    return found
+        results += [*(out.detach() for out in outputs), *(p.grad for p in m.parameters() if p.grad is not None)]
+        results += [b.clone() for b in m.buffers()] + ([x.grad] if input_grad else [])
+    return results
 
 
 def equal(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -246,8 +246,8 @@ def test_rules_change_no_bit_where_only_some_gradients_are_asked_for(recipe, fro
 class Unmade:
     """A norm as kernels would make it on the way: its statistics are there once it is encoded."""
 
-    def __init__(self, kernel, x: Tensor, *given) -> None:
-        self.kernel, self.x, self.given = kernel, x, given
+    def __init__(self, kernel, x: Tensor, *arguments) -> None:
+        self.kernel, self.x, self.given = kernel, x, arguments
 
     def make(self) -> Tensor:
         y, *self.saved = self.kernel.forward(self.x, *self.given)
@@ -299,10 +299,10 @@ class Both(Stage):
 
     def run(self, x, operands):
         at = sum(self.first.arity)
-        y, kept = self.first.forward(x, *operands[:at])
+        y, saved = self.first.forward(x, *operands[:at])
         y, kept_too = self.second.forward(y, *operands[at:])
         self.log.append("forward")
-        return y, [(x.detach(), *kept), (("private",), *kept_too)], ()
+        return y, [(x.detach(), *saved), (("private",), *kept_too)], ()
 
     def run_backward(self, dy, kept, needs, extra):
         at = sum(self.first.arity)
@@ -314,13 +314,13 @@ class Both(Stage):
 
 def test_a_rule_for_both_passes_keeps_a_state_of_its_own() -> None:
     """core 102."""
-    made: list[Both] = []
+    results: list[Both] = []
 
     def pair(found):
         if len(found) != 2:
             return found
-        made.append(Both(*found))
-        return (made[-1],)
+        results.append(Both(*found))
+        return (results[-1],)
 
     def run(m) -> list[Tensor]:
         x = rows().requires_grad_()
@@ -335,12 +335,12 @@ def test_a_rule_for_both_passes_keeps_a_state_of_its_own() -> None:
     ops.register_rule(pair)
     torch.manual_seed(2)
     assert equal(run(m), expected)
-    assert len(made) == 1 and made[0].log == ["forward", "private"]
+    assert len(results) == 1 and results[0].log == ["forward", "private"]
     torch.manual_seed(2)
-    assert equal(run(m), expected) and len(made) == 1  # rewritten once
+    assert equal(run(m), expected) and len(results) == 1  # rewritten once
     ops.unregister_rule(pair)
     torch.manual_seed(2)
-    assert equal(run(m), expected) and len(made[0].log) == 4
+    assert equal(run(m), expected) and len(results[0].log) == 4
 
 
 def test_rules_run_in_order_and_prepended_ones_first() -> None:

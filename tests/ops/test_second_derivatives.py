@@ -141,8 +141,8 @@ def penalty(f, parameters, order: int = 2) -> list[Tensor | None]:
     x = x_of().requires_grad_()
     value = f(x).pow(3).sum()
     for _ in range(order - 1):
-        found = torch.autograd.grad(value, [x, *parameters], create_graph=True, allow_unused=True)
-        value = sum(g.pow(2).sum() for g in found if g is not None)
+        result = torch.autograd.grad(value, [x, *parameters], create_graph=True, allow_unused=True)
+        value = sum(g.pow(2).sum() for g in result if g is not None)
     return list(torch.autograd.grad(value, [x, *parameters], allow_unused=True))
 
 
@@ -243,9 +243,9 @@ def test_create_graph_alone_changes_no_bit() -> None:
     for dtype in (torch.bfloat16, torch.float32):  # silu has other bits under create_graph in torch too
         m = LayerNormMLP(64, 96, activation="geglu", params_dtype=dtype, recipe=BF16)
         x = torch.randn(2, 5, 64, dtype=dtype, requires_grad=True)
-        given = [x, *m.parameters()]
-        first = torch.autograd.grad(m(x).float().square().sum(), given)
-        again = torch.autograd.grad(m(x).float().square().sum(), given, create_graph=True)
+        inputs = [x, *m.parameters()]
+        first = torch.autograd.grad(m(x).float().square().sum(), inputs)
+        again = torch.autograd.grad(m(x).float().square().sum(), inputs, create_graph=True)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 

@@ -23,8 +23,8 @@ STATELESS = [name for name in recipes.names() if not recipes.load(name)(INPUT).h
 DTYPE = torch.bfloat16
 
 
-def linear(n: int = 64, k: int = 64, **given) -> ops.BasicLinear:
-    return ops.BasicLinear(k, n, params_dtype=DTYPE, **{"recipe": MX, **given})
+def linear(n: int = 64, k: int = 64, **options) -> ops.BasicLinear:
+    return ops.BasicLinear(k, n, params_dtype=DTYPE, **{"recipe": MX, **options})
 
 
 def rows(m: int = 32, k: int = 64) -> Tensor:
@@ -227,8 +227,8 @@ def test_other_modules_run_alone_between_the_pipelines() -> None:
 class Doubled(duotone.Linear):
     """A user's subclass with a forward of its own."""
 
-    def forward(self, x, **given):
-        return 2 * super().forward(x, **given)
+    def forward(self, x, **options):
+        return 2 * super().forward(x, **options)
 
 
 @pytest.mark.parametrize(
@@ -417,9 +417,9 @@ def test_reshape_scale_and_bias_are_torchs() -> None:
         ops.Reshape((2, 8, -1)), ops.ConstantScale(0.37), ops.Reshape((-1, 16)), bias, ops.Reshape((32, 16))
     )
     x = torch.randn(32, 16)
-    for given in (x, x.t().contiguous().t()):
-        got = outcome(model, model.parameters(), given)
-        want = outcome(lambda t: (t.reshape(2, 8, -1) * 0.37).reshape(-1, 16) + bias.bias, model.parameters(), given)
+    for inputs in (x, x.t().contiguous().t()):
+        got = outcome(model, model.parameters(), inputs)
+        want = outcome(lambda t: (t.reshape(2, 8, -1) * 0.37).reshape(-1, 16) + bias.bias, model.parameters(), inputs)
         assert equal(got, want)
     with pytest.raises(UserError, match=r"Bias takes \(..., 16\); got \(..., 8\)"):
         bias(torch.zeros(2, 8))
@@ -447,9 +447,9 @@ def test_torch_autocast_casts_no_dtype_that_torch_would_not(bad) -> None:
 
 def test_a_quantized_input_runs_under_torch_autocast() -> None:
     op = ops.BasicLinear(64, 32, recipe=MX)
-    held = MX(INPUT).quantize(torch.randn(32, 64))
+    tensor = MX(INPUT).quantize(torch.randn(32, 64))
     with torch.autocast("cpu", dtype=DTYPE):
-        assert op(held).shape == (32, 32)
+        assert op(tensor).shape == (32, 32)
 
 
 # --- Quantize

@@ -21,11 +21,11 @@ SPLITS = [20, 0, 12]
 
 def build(kind: str, recipe, held: bool) -> torch.nn.Module:
     def make() -> torch.nn.Module:
-        given = {"params_dtype": DTYPE, "recipe": recipe}
+        options = {"params_dtype": DTYPE, "recipe": recipe}
         if kind == "grouped":
-            return ops.GroupedLinear(3, 64, 48, name="g", **given)
+            return ops.GroupedLinear(3, 64, 48, name="g", **options)
         return ops.Sequential(
-            ops.Linear(64, 96, name="a", **given), ops.SwiGLU(), ops.BasicLinear(48, 32, name="b", **given)
+            ops.Linear(64, 96, name="a", **options), ops.SwiGLU(), ops.BasicLinear(48, 32, name="b", **options)
         )
 
     if not held:
@@ -222,24 +222,26 @@ def test_a_held_weight_in_another_format_is_refused_before_anything_changes() ->
 def test_evaluation_builds_no_plan_twice() -> None:
     """core 103."""
     m, x = build("sequential", MX, True), torch.randn(32, 64).to(DTYPE)
-    made = []
+    results = []
     for _ in range(3):
         step(m, x)
         with torch.no_grad():
             call(m.eval(), x)
-        made.append([*(id(s) for op in m if hasattr(op, "plans") for s in op.plans.stages.values()), len(m._rewritten)])
-    assert made[0] == made[1] == made[2]
+        results.append(
+            [*(id(s) for op in m if hasattr(op, "plans") for s in op.plans.stages.values()), len(m._rewritten)]
+        )
+    assert results[0] == results[1] == results[2]
 
 
 # --- backward_override in every op
 
 
 def override_model(kind: str, recipe) -> torch.nn.Module:
-    given = {"params_dtype": DTYPE, "recipe": recipe}
+    options = {"params_dtype": DTYPE, "recipe": recipe}
     if kind == "grouped":
-        return ops.GroupedLinear(3, 64, 48, bias=False, **given)
+        return ops.GroupedLinear(3, 64, 48, bias=False, **options)
     front = {"linear": [], "norm": [ops.RMSNorm(64, dtype=DTYPE)], "activation": [ops.GELU()]}[kind]
-    return ops.Sequential(*front, ops.BasicLinear(64, 48, **given), *([ops.SiLU()] if kind == "activation" else []))
+    return ops.Sequential(*front, ops.BasicLinear(64, 48, **options), *([ops.SiLU()] if kind == "activation" else []))
 
 
 @pytest.mark.parametrize("needs", [n for n in itertools.product([True, False], repeat=2) if any(n)], ids=str)
@@ -267,8 +269,8 @@ def test_gradients_are_products_of_what_the_override_names(name, kind, override,
     def operand(t: Tensor, role: str) -> Tensor:
         if override == "high_precision" or not t.numel():
             return t
-        made = recipe(QuantizerRole("linear", role)).encode(t, ctx=duotone.tensor.QuantizeContext())
-        return made.rowwise.dequantize(DTYPE)
+        tensor = recipe(QuantizerRole("linear", role)).encode(t, ctx=duotone.tensor.QuantizeContext())
+        return tensor.rowwise.dequantize(DTYPE)
 
     fresh = x.clone().requires_grad_()
     front = m[0](fresh) if kind in ("norm", "activation") else fresh

@@ -51,15 +51,15 @@ def parts(t: Tensor) -> dict[str, Tensor]:
 
 def everything(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Copies of all bytes that a step may change."""
-    found = {}
+    results = {}
     for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        found |= (
+        results |= (
             {f"{i} {name}": part.clone() for name, part in parts(p).items()}
             if hasattr(p, "planes")
             else {f"{i}": p.detach().clone()}
         )
-        found |= {f"{i} {name}": value.clone() for name, value in optimizer.state[p].items()}
-    return found
+        results |= {f"{i} {name}": value.clone() for name, value in optimizer.state[p].items()}
+    return results
 
 
 def all_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

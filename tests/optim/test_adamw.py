@@ -96,12 +96,12 @@ def test_zeros_denormals_infinities_and_nan_go_where_torch_puts_them() -> None:
 
 def test_gradients_of_any_strides_and_dtype() -> None:
     values = torch.randn(24, 40).bfloat16()
-    given = {
+    options = {
         "turned": values.t().contiguous().t(),
         "gaps": values.repeat_interleave(2, 1)[:, ::2],
         "expanded": values[:1].expand(24, 40),
     }
-    for name, grad in given.items():
+    for name, grad in options.items():
         assert not grad.is_contiguous()
         a, b = (nn.Parameter(torch.ones(24, 40, dtype=torch.bfloat16)) for _ in range(2))
         a.grad, b.grad = grad, grad.clone(memory_format=torch.contiguous_format)
@@ -178,21 +178,21 @@ def test_schedulers_and_tensor_rates_work() -> None:
     q = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     scheduled = AdamW([p], lr=0.1, weight_decay=0.0, master_weights=True)
     scheduler = torch.optim.lr_scheduler.StepLR(scheduled, 1, 0.5)
-    given = AdamW([q], lr=torch.tensor(0.05), weight_decay=0.0, master_weights=True)
+    inputs = AdamW([q], lr=torch.tensor(0.05), weight_decay=0.0, master_weights=True)
     scheduled.step()
     scheduler.step()
     p.grad = q.grad = torch.ones_like(p)
-    scheduled.step(), given.step()
-    torch.testing.assert_close(scheduled.state[p]["master"], given.state[q]["master"])
+    scheduled.step(), inputs.step()
+    torch.testing.assert_close(scheduled.state[p]["master"], inputs.state[q]["master"])
 
 
 def test_a_bf16_parameter_stalls_without_a_master() -> None:
     """Updates of less than half a step of bf16 are lost, unless a master adds them up."""
-    lost, kept = (nn.Parameter(torch.ones(16, dtype=torch.bfloat16)) for _ in range(2))
-    for p, master in ((lost, False), (kept, True)):
+    lost, saved = (nn.Parameter(torch.ones(16, dtype=torch.bfloat16)) for _ in range(2))
+    for p, master in ((lost, False), (saved, True)):
         optimizer = AdamW([p], lr=1e-3, weight_decay=0.0, master_weights=master)
         for _ in range(20):
             p.grad = torch.ones_like(p)
             optimizer.step()
     assert torch.equal(lost, torch.ones_like(lost))
-    torch.testing.assert_close(kept, torch.full_like(kept, 0.98))
+    torch.testing.assert_close(saved, torch.full_like(saved, 0.98))

@@ -192,15 +192,15 @@ def test_a_quantized_model_trains_with_the_bits_of_one_that_casts_its_weights(re
     x, target = torch.randn(32, 64), torch.randn(32, 64)
     losses: list[list[float]] = []
     for model in (cast, holds):
-        optimizer, told = AdamW(model.parameters(), lr=3e-3, master_weights=True), []
+        optimizer, messages = AdamW(model.parameters(), lr=3e-3, master_weights=True), []
         for _ in range(12):
             with duotone.autocast(recipe=recipe):
                 loss = (model(x) - target).float().square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            told.append(loss.item())
-        losses.append(told)
+            messages.append(loss.item())
+        losses.append(messages)
     assert losses[1][-1] < 0.9 * losses[1][0]
     assert losses[0] == losses[1]
 
@@ -210,13 +210,13 @@ def test_small_updates_add_up_in_the_master() -> None:
     q = pair("fp8_e4m3_128x128")
     start = torch.full((16, 16), 0.5)
     start[0, 0] = 1.0
-    lost, kept = (nn.Parameter(q.make(start.bfloat16())) for _ in range(2))
-    for p, optimizer in ((lost, torch.optim.SGD([lost], lr=5e-3)), (kept, AdamW([kept], lr=5e-3, weight_decay=0.0))):
+    lost, saved = (nn.Parameter(q.make(start.bfloat16())) for _ in range(2))
+    for p, optimizer in ((lost, torch.optim.SGD([lost], lr=5e-3)), (saved, AdamW([saved], lr=5e-3, weight_decay=0.0))):
         for _ in range(20):
             p.grad = torch.ones(16, 16, dtype=torch.bfloat16)
             optimizer.step()
     assert torch.equal(lost.dequantize(), start.bfloat16())
-    assert (kept.dequantize() < 0.45).sum() == 255
+    assert (saved.dequantize() < 0.45).sum() == 255
 
 
 def test_the_second_moment_falls_with_the_gradients_whatever_the_dtype_of_moments() -> None:

@@ -65,8 +65,8 @@ def piece() -> nn.Parameter:
 
 def stochastic() -> nn.Parameter:
     q = pair("nvfp4_sr")
-    made = q.make(torch.randn(32, 64), ctx=QuantizeContext(seed=torch.tensor([3])))
-    return nn.Parameter(made)
+    tensor = q.make(torch.randn(32, 64), ctx=QuantizeContext(seed=torch.tensor([3])))
+    return nn.Parameter(tensor)
 
 
 @pytest.mark.parametrize(

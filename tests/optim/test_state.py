@@ -75,8 +75,8 @@ def test_the_layout_is_that_of_torch_and_a_master() -> None:
     assert all(here["state"][i].keys() == there["state"][i].keys() for i in here["state"])
     assert {"lr", "betas", "eps", "weight_decay", "maximize", "params"} <= here["param_groups"][0].keys()
     step(with_masters := AdamW(parameters(), master_weights=True), 0)
-    kept = with_masters.state_dict()["state"]
-    assert [set(kept[i]) - {"step", "exp_avg", "exp_avg_sq"} for i in kept] == [{"master"}] * 3 + [set()]
+    saved = with_masters.state_dict()["state"]
+    assert [set(saved[i]) - {"step", "exp_avg", "exp_avg_sq"} for i in saved] == [{"master"}] * 3 + [set()]
 
 
 def test_a_checkpoint_of_torch_will_do() -> None:
@@ -218,19 +218,19 @@ def test_a_state_that_is_none_changes_nothing(change, told) -> None:
 @pytest.mark.parametrize("move", [copy.deepcopy, lambda m: m.bfloat16()])
 def test_a_checkpoint_outlives_a_copy_and_a_conversion(move) -> None:
     """The value from before the parameter was quantized is not what it stands for any more."""
-    made = []
+    results = []
     for seed in (0, 1):
         torch.manual_seed(seed)
         with duotone.quantized_model_init(recipe=recipes.load("mxfp8"), preserve_high_precision_init_val=True):
-            made.append(duotone.Linear(64, 64, bias=False))
-    m, other = made
+            results.append(duotone.Linear(64, 64, bias=False))
+    m, other = results
     m.load_state_dict(other.state_dict())
     want = m.weight.dequantize().float()
     m = move(m)
     m.weight.grad = torch.zeros(64, 64, dtype=m.weight.dtype)
     AdamW(m.parameters(), lr=0.0, weight_decay=0.0).step()
     assert torch.equal(m.weight.dequantize().float(), want)
-    fresh = move(made[1])
+    fresh = move(results[1])
     assert fresh.weight.get_high_precision_init_val() is not None
 
 

@@ -21,7 +21,7 @@ def accuracy(monkeypatch):
 def test_the_table_of_the_page_is_that_of_the_newest_record(accuracy) -> None:
     assert f"`bench/results/{RECORD.name}`" in PAGE
     assert "\n\n" + "\n".join(accuracy.table(RECORDS)) + "\n\n" in PAGE
-    measured = [(found["data"], found["recipe"]) for found in RECORDS]
+    measured = [(result["data"], result["recipe"]) for result in RECORDS]
     assert measured == [(data, recipe) for data in accuracy.DATA for recipe in accuracy.RECIPES]
 
 
@@ -29,14 +29,14 @@ def test_the_table_of_the_page_is_that_of_the_newest_record(accuracy) -> None:
     ("recipe", "data"), [("fp8-block, wgrad_input_128x128", "outliers x 10000"), ("fp8-rowwise", "positive")]
 )
 def test_the_record_is_what_the_code_gives(accuracy, recipe: str, data: str) -> None:
-    (found,) = [each for each in RECORDS if (each["recipe"], each["data"]) == (recipe, data)]
-    made = accuracy.measure(accuracy.RECIPES[recipe], data)
+    (outcome,) = [each for each in RECORDS if (each["recipe"], each["data"]) == (recipe, data)]
+    result = accuracy.measure(accuracy.RECIPES[recipe], data)
     for kind in ("error", "typical"):
-        assert made[kind] == pytest.approx(found[kind], rel=1e-3)
+        assert result[kind] == pytest.approx(outcome[kind], rel=1e-3)
 
 
 def test_square_blocks_cost_nothing_until_features_differ_by_orders_of_magnitude() -> None:
-    lost = {(found["recipe"], found["data"]): found["typical"]["dw"] for found in RECORDS}
+    lost = {(result["recipe"], result["data"]): result["typical"]["dw"] for result in RECORDS}
     plain, square = "fp8-block", "fp8-block, wgrad_input_128x128"
     for data in ("normal", "positive", "outliers x 100"):
         assert lost[square, data] == pytest.approx(lost[plain, data], rel=1e-2)

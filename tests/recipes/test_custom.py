@@ -77,8 +77,8 @@ def test_a_subclass_of_quantizer_is_taken_as_it_is() -> None:
     class Doubling(Quantizer):
         pass
 
-    made = Doubling()
-    assert CustomRecipe(qfactory=lambda role: made)(WEIGHT) is made
+    result = Doubling()
+    assert CustomRecipe(qfactory=lambda role: result)(WEIGHT) is result
 
 
 def test_an_object_with_two_formats_and_encode_trains_like_a_quantizer() -> None:
@@ -138,9 +138,9 @@ def test_a_factory_that_raises_is_named_with_its_slot_and_its_error() -> None:
 
     with pytest.raises(
         RecipeError, match=r"qfactory raised KeyError for module_type=linear\|tensor_type=weight"
-    ) as found:
+    ) as result:
         CustomRecipe(qfactory=factory)(WEIGHT)
-    assert found.value.__cause__ is error and "\n" not in str(found.value)
+    assert result.value.__cause__ is error and "\n" not in str(result.value)
 
 
 @pytest.mark.parametrize("size", [0, -16, 2.0, True, "128"])

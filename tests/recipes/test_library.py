@@ -84,10 +84,10 @@ def test_wgrad_input_128x128_changes_the_columnwise_plane_of_the_input_alone(tmp
     path.write_text("recipe = 'fp8-block'\nwgrad_input_128x128 = true\npower_of_two_scales = false\namax_epsilon = 0.5")
     recipe = recipes.load(str(path))
     assert recipe == recipes.from_dict(recipe.to_dict()) != recipes.Float8BlockScaling(power_of_two_scales=False)
-    made = [recipe(role) for role in ROLES]
+    results = [recipe(role) for role in ROLES]
     line, square = "fp8_e4m3_1x128_fp32_eps0.5", "fp8_e4m3_128x128_fp32_eps0.5"
-    assert [(q.rowwise.name, q.columnwise.name) for q in made] == [(line, square), (square, square), (line, line)]
-    assert {q.columnwise_source for q in made} == {"original"}
+    assert [(q.rowwise.name, q.columnwise.name) for q in results] == [(line, square), (square, square), (line, line)]
+    assert {q.columnwise_source for q in results} == {"original"}
     elsewhere = recipe(QuantizerRole("dpa", "qkv", "a.b")), recipe(None)
     assert {(q.rowwise.name, q.columnwise.name) for q in elsewhere} == {(line, line)}
 
@@ -284,8 +284,8 @@ def test_base_and_evaluation_are_found_beside_the_file_that_names_them(tmp_path:
     (tmp_path / "parts" / "b.toml").write_text('base = "c.json"\n[[rules]]\nlayer=1\nformat="mxfp6_e2m3"')
     (tmp_path / "parts" / "c.json").write_text('{"recipe": "mxfp8", "fp8_format": "HYBRID"}')
     recipe = recipes.load(str(tmp_path / "a.toml"))
-    made = [recipe.quantizer(ROLES[2], Site(layer, 3)).rowwise.name for layer in range(3)]
-    assert made == ["mxfp4", "mxfp6_e2m3", "mxfp8_e5m2"]
+    results = [recipe.quantizer(ROLES[2], Site(layer, 3)).rowwise.name for layer in range(3)]
+    assert results == ["mxfp4", "mxfp6_e2m3", "mxfp8_e5m2"]
     assert recipe.evaluation == recipes.load("nvfp4") and recipe.base.name == "b"
 
 

@@ -29,10 +29,10 @@ def table(**values):
 
 
 def nested(depth):
-    found = table()
+    result = table()
     for _ in range(depth):
-        found = table(base=found)
-    return json.dumps(found)
+        result = table(base=result)
+    return json.dumps(result)
 
 
 WRONG = {
@@ -267,11 +267,11 @@ def check_any(load):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = load()
+            result = load()
         except RecipeError as error:
             assert str(error).isprintable()
             return
-    assert recipes.any_from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert recipes.any_from_dict(json.loads(json.dumps(result.to_dict()))) == result
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

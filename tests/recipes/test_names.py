@@ -80,7 +80,7 @@ def test_fields_go_by_name() -> None:
 def test_fields_of_nvfp4_choose_the_formats_and_forward_multiplies_them(fields, activation, weight) -> None:
     """numerics 7.5, 7.6: gradients choose nothing; the product is that of what the formats decode to."""
     recipe = NVFP4BlockScaling(**fields)
-    names = [(made.rowwise.name, made.columnwise.name) for made in map(recipe, LINEAR)]
+    names = [(result.rowwise.name, result.columnwise.name) for result in map(recipe, LINEAR)]
     gradient = GRADIENT if not fields.get("disable_rht") else ("nvfp4_sr", "nvfp4_sr")
     assert names == [activation, (weight, weight), gradient]
     assert recipe(QuantizerRole("linear", "output")) == recipe(LINEAR[0])

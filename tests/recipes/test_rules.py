@@ -158,8 +158,8 @@ def test_a_rule_without_a_format_for_a_plane_of_attention_is_refused_without_a_g
 def test_formats_per_gemm_concern_tensors_of_linears_alone():
     rule = Rule(fprop="identity", dgrad="mxfp8_e4m3", wgrad="nvfp4_rht")
     assert not rule.matches(QuantizerRole()) and not rule.matches(QuantizerRole("dpa", "qkv", "a"))
-    given = {kind: rule.quantizer(role(kind=kind)) for kind in ("input", "weight", "grad_output")}
-    assert given == {
+    options = {kind: rule.quantizer(role(kind=kind)) for kind in ("input", "weight", "grad_output")}
+    assert options == {
         "input": Quantizer(get("identity"), get("nvfp4_rht")),
         "weight": Quantizer(get("identity"), get("mxfp8_e4m3")),
         "grad_output": Quantizer(get("mxfp8_e4m3"), get("nvfp4_rht")),

@@ -194,8 +194,10 @@ def test_the_schedules_that_ship_load_under_their_names(name):
 def test_the_last_tenth_of_the_shipped_schedule_runs_forward_alone_in_high_precision():
     schedule = recipes.load_schedule("mxfp8-then-bf16-fprop").over(1000)
     assert schedule.at(899) == MXFP8 and schedule.at(900).name == "mxfp8-bf16-fprop"
-    made = [schedule.at(900)(recipes.QuantizerRole("linear", kind, "a")) for kind in ("input", "weight", "grad_output")]
-    planes = [(quantizer.rowwise.name, quantizer.columnwise.name) for quantizer in made]
+    results = [
+        schedule.at(900)(recipes.QuantizerRole("linear", kind, "a")) for kind in ("input", "weight", "grad_output")
+    ]
+    planes = [(quantizer.rowwise.name, quantizer.columnwise.name) for quantizer in results]
     assert planes == [("identity", "mxfp8_e4m3"), ("identity", "mxfp8_e4m3"), ("mxfp8_e4m3", "mxfp8_e4m3")]
 
 
@@ -214,14 +216,14 @@ def test_compiled_code_is_compiled_once_per_phase_and_gives_the_bits_of_eager():
         duotone.convert(model, schedule.at(0))
         counter = CompileCounterWithBackend("aot_eager")
         call = torch.compile(model, backend=counter, fullgraph=True) if compiled else model
-        found = []
+        results = []
         for step in range(6):
             x = torch.randn(32, 32, dtype=torch.bfloat16, requires_grad=True)
             with duotone.autocast(recipe=schedule.at(step)):
                 y = call(x)
             y.square().sum().backward()
-            found += [y.detach(), x.grad]
-        return found, counter.frame_count
+            results += [y.detach(), x.grad]
+        return results, counter.frame_count
 
     (got, frames), (expected, _) = run(True), run(False)
     assert frames == 3

@@ -87,7 +87,7 @@ def test_attention_of_the_nvfp4_linear_factory_is_fp8_with_a_delayed_softmax():
     """hybrid 86: the row of nvfp4_linear_fp8_dpa_factory that concerns attention."""
     recipe = recipes.load("nvfp4-linear-fp8-dpa")
     got = {role.tensor_type or role.name: recipe(role) for role in OTHER_ROLES[:-1]}
-    assert {key: words(made) for key, made in got.items()} == {
+    assert {key: words(result) for key, result in got.items()} == {
         "qkv": "fp8_e4m3_tensor",
         "s": "fp8_e4m3_delayed",
         "do": "fp8_e5m2_tensor",
@@ -103,13 +103,13 @@ def bits(recipe, module_type=duotone.Linear):
     """Output and gradients of a linear under the recipe, from the same numbers each time."""
     torch.manual_seed(7)
     m = module_type(64, 128, params_dtype=torch.bfloat16, name="a", recipe=recipe)
-    found = []
+    results = []
     for _ in range(2):
         x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
         y = m(x)
         y.backward(torch.randn_like(y))
-        found += [y.detach(), x.grad, m.weight.grad.clone()]
-    return found
+        results += [y.detach(), x.grad, m.weight.grad.clone()]
+    return results
 
 
 @pytest.mark.parametrize("name", list(zoo.RECIPES)[:6])

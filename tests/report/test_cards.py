@@ -90,7 +90,7 @@ def test_linears_have_the_speed_of_the_measured_table(result: Result) -> None:
             {"module": "layers.0.up", "weights": 8, "caches": 0, "saved": 8},
             {"module": "layers.0.tiny", "weights": 8, "caches": 0, "saved": 8},
         ]
-    found = choice.module_speeds(result)
-    assert set(found) == {"layers.*.up", "layers.*.tiny"} and set(found["layers.*.tiny"]) == {""}
-    assert found["layers.*.up"][2].endswith(" times") and float(found["layers.*.up"][2].split()[0]) > 1.3
-    assert found["layers.*.up"][2] in render(result)
+    outcome = choice.module_speeds(result)
+    assert set(outcome) == {"layers.*.up", "layers.*.tiny"} and set(outcome["layers.*.tiny"]) == {""}
+    assert outcome["layers.*.up"][2].endswith(" times") and float(outcome["layers.*.up"][2].split()[0]) > 1.3
+    assert outcome["layers.*.up"][2] in render(result)

@@ -29,10 +29,10 @@ def test_the_fastest_recipe_that_cannot_be_told_from_bf16_is_named_with_its_spee
         "Use fp8-current on an NVIDIA H200: 1.60 times as fast for linears 4096 wide with 8192 tokens"
     )
     assert text.endswith("tokens, and its loss cannot be told from that of bf16.")
-    told = choice.confidence(result)
-    assert told.startswith("Confidence: moderate, its gap may be up to 0.30\N{NO-BREAK SPACE}%")
-    assert "bench/results/2026-11-21-h200" in told and "the linears of this model were not measured" in told
-    assert "Unknown for mxfp8-fwd-nvfp4-bwd." in told
+    message = choice.confidence(result)
+    assert message.startswith("Confidence: moderate, its gap may be up to 0.30\N{NO-BREAK SPACE}%")
+    assert "bench/results/2026-11-21-h200" in message and "the linears of this model were not measured" in message
+    assert "Unknown for mxfp8-fwd-nvfp4-bwd." in message
 
 
 def test_results_that_differ_in_more_than_seeds_name_no_recipe(result: Result) -> None:
@@ -58,14 +58,14 @@ def test_one_seed_is_never_more_than_a_try(result: Result) -> None:
 def test_a_small_gap_under_one_seed_is_no_reason_to_stay(result: Result) -> None:
     """A large one is, and the line then tells how fast the recipe is."""
     result["runs"][2]["name"] = "fp8-current"
-    for gap, told in (
+    for gap, message in (
         (0.9, "above that of bf16, which one seed cannot tell from none."),
         (1.1, "as fast, but ends 1.10"),
     ):
         result["runs"][2]["gap_percent"] = gap
         text = choice.answer(result)
         assert (
-            told in text
+            message in text
             and text.startswith("Try fp8-current" if gap < 1 else "Stay with bf16")
             and "1.60 times" in text
         )

@@ -273,14 +273,14 @@ def test_no_number_of_a_result_can_break_the_page(odd: float | None, turns: int,
 
     def places(result: Result) -> list[tuple[Any, Any]]:
         """Each container with the key of one number, in the reference and in a recipe."""
-        found: list[tuple[Any, Any]] = [(result["settings"]["noise"], "gap_percent")]
+        results: list[tuple[Any, Any]] = [(result["settings"]["noise"], "gap_percent")]
         for run in (result["runs"][0], result["runs"][2]):
-            found += [(run, name) for name in FIELDS]
-            found += [
+            results += [(run, name) for name in FIELDS]
+            results += [
                 (point, 1) for name in ("train_loss", "heldout_loss") for point in run[name][:: len(run[name]) - 1]
             ]
-            found += [(run["statistics"][0], name) for name in ("snr_db", "underflow", "saturation", "amax")]
-        return found
+            results += [(run["statistics"][0], name) for name in ("snr_db", "underflow", "saturation", "amax")]
+        return results
 
     for index in range(ODD.index(odd) % turns, len(places(build(steps=6, layers=1))), turns):
         result = build(steps=6, layers=1)

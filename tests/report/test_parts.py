@@ -157,8 +157,8 @@ def test_a_row_of_several_layers_has_the_worst_of_each_quantity() -> None:
 def test_events_of_delayed_histories_are_told_with_the_module_that_has_most() -> None:
     row = {"role": "grad_output", "plane": "rowwise", "format": "fp8_e5m2_delayed"}
     entries = [{**row, "module": name, "amaxes_skipped": n} for name, n in (("a", 1), ("b", 3))]
-    told = planes.events([*entries, {**row, "module": "c"}, {**row, "module": "d", "spikes_clamped": 2}])
-    assert told.startswith(
+    text = planes.events([*entries, {**row, "module": "c"}, {**row, "module": "d", "spikes_clamped": 2}])
+    assert text.startswith(
         "delayed scaling: 4 amaxes were not finite, 2 were spikes and entered as less; most of them in b "
     )
     assert planes.events([{**row, "module": "c"}, {**row, "module": "d", "spikes_clamped": 0}]) == ""

@@ -16,8 +16,8 @@ def test_one_recipe_is_told_in_the_singular(result: Result) -> None:
     del result["runs"][3:]
     assert verdict.verdict(result).endswith("With one seed fp8_current cannot be ranked.")
     result["runs"][2] |= {"rank": 1, "gap_percent": 0.1, "gap_margin": 0.2}
-    told = "fp8_current cannot be told from bf16 here: zero lies within its interval."
-    assert verdict.verdict(result) == told
+    text = "fp8_current cannot be told from bf16 here: zero lies within its interval."
+    assert verdict.verdict(result) == text
     del result["runs"][1:]
     assert verdict.verdict(result) == "bf16 ran alone: name another recipe to compare it with."
 

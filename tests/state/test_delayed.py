@@ -514,9 +514,9 @@ def test_checkpoints_with_and_without_state_load_both_ways() -> None:
     assert same(values(target), values(source))
 
     plain = {k: v for k, v in saved.items() if "duotone" not in k}
-    kept = values(target)
+    saved_values = values(target)
     target.load_state_dict(plain, strict=True)
-    assert same(values(target), kept)
+    assert same(values(target), saved_values)
 
     stateless = model(MX)
     before = dict(saved)
@@ -549,9 +549,9 @@ def test_a_checkpoint_of_another_history_length_keeps_the_newest_entries(length)
     target = model(DelayedScaling(amax_history_len=length))
     target.load_state_dict(source.state_dict())
     ours, theirs = target[0].duotone_forward, source[0].duotone_forward
-    kept = min(length, 4) - 1
+    saved = min(length, 4) - 1
     assert ours.amax_history.shape[0] == length and torch.equal(ours.scale, theirs.scale)
-    assert kept == 0 or torch.equal(ours.amax_history[-kept:], theirs.amax_history[-kept:])
+    assert saved == 0 or torch.equal(ours.amax_history[-saved:], theirs.amax_history[-saved:])
 
 
 def test_a_checkpoint_of_other_slots_is_refused() -> None:
@@ -583,15 +583,15 @@ def test_a_longer_history_mid_training_keeps_scales_and_entries() -> None:
 def test_a_copy_has_a_state_of_its_own(duplicate) -> None:
     """core 77; nothing live in pickles."""
     source = trained()
-    made = duplicate(source)
-    assert same(values(made), values(source))
+    result = duplicate(source)
+    assert same(values(result), values(source))
     before = values(source)
     leaf = x(scale=9.0)
-    y = made(leaf)
+    y = result(leaf)
     y.sum().backward()
-    assert same(before, values(source)) and not same(before, values(made))
+    assert same(before, values(source)) and not same(before, values(result))
     source(leaf).sum().backward()
-    assert same(values(made), values(source))
+    assert same(values(result), values(source))
 
 
 # Calibration

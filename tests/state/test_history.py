@@ -86,7 +86,7 @@ LENGTHS = (1, 2, 5)
 def steps(seed: int, count: int = 24) -> list[np.ndarray]:
     """Matrices as training has them, and those that it should not have."""
     rng = np.random.default_rng(seed)
-    made = []
+    results = []
     for i in range(count):
         x = (rng.standard_normal((4, 32)) * 10.0 ** rng.integers(-6, 6)).astype(np.float32)
         if i % 7 == 3:
@@ -99,8 +99,8 @@ def steps(seed: int, count: int = 24) -> list[np.ndarray]:
             x[:] = np.nan
         if i == 17:
             x *= np.float32(1e-42)
-        made.append(x)
-    return made
+        results.append(x)
+    return results
 
 
 def second_largest(history: torch.Tensor) -> torch.Tensor:
@@ -139,10 +139,10 @@ def test_scales_histories_and_codes_follow_the_reference(element, algorithm, len
                 )
                 row, col = quantizer.encode(torch.from_numpy(part), ctx=context)
                 codes, inverse = reference.quantize(part)
-                made = row.parts["codes"].numpy()
+                result = row.parts["codes"].numpy()
                 number = ~np.isnan(part)
-                assert np.array_equal(made[number], codes[number])
-                assert np.array_equal(made[~number] & 0x7F, codes[~number])  # the sign of a NaN is open
+                assert np.array_equal(result[number], codes[number])
+                assert np.array_equal(result[~number] & 0x7F, codes[~number])  # the sign of a NaN is open
                 assert np.array_equal(row.parts["scale"].numpy(), [inverse])
                 assert torch.equal(col.parts["codes"], row.parts["codes"].t())
                 assert torch.equal(col.parts["scale"], row.parts["scale"])
@@ -182,11 +182,11 @@ def test_a_scale_rule_of_the_users_own_sees_amax_scale_and_largest() -> None:
 def test_another_length_keeps_the_live_row_and_the_newest_entries(old, new) -> None:
     """core 73."""
     history = torch.arange(1.0, 2 * old + 1).reshape(old, 2)
-    made = resized(history, new)
-    kept = min(old, new) - 1
-    assert made.shape == (new, 2) and torch.equal(made[0], history[0])
-    assert kept == 0 or torch.equal(made[-kept:], history[-kept:])
-    assert not made[1 : new - kept].any()
+    result = resized(history, new)
+    saved = min(old, new) - 1
+    assert result.shape == (new, 2) and torch.equal(result[0], history[0])
+    assert saved == 0 or torch.equal(result[-saved:], history[-saved:])
+    assert not result[1 : new - saved].any()
 
 
 def rolled(column: list[float], scale: float = 1.0, largest: float = 448.0, **fields) -> DelayedState:

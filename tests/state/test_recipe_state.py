@@ -28,8 +28,8 @@ def test_positions_stand_for_roles_that_are_absent(name, count, mode, explicit) 
         h.value for h in RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles).make_quantizers()
     ]
     assert wanted == [recipe(role) for role in roles]
-    for given in (None, [None] * count, [QuantizerRole("conv", "what")] * count):
-        state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=given)
+    for inputs in (None, [None] * count, [QuantizerRole("conv", "what")] * count):
+        state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=inputs)
         assert [h.value for h in state.make_quantizers()] == wanted
 
 
@@ -114,15 +114,15 @@ def requests(role):
 def test_requests_share_buffers_that_are_views_and_mix_with_stateless_slots() -> None:
     """hybrid 84."""
     state = RecipeState.create(CustomRecipe(qfactory=requests), mode="forward", num_quantizers=3, roles=FORWARD)
-    made, again = state.make_quantizers(), state.make_quantizers()
+    result, again = state.make_quantizers(), state.make_quantizers()
     assert state.scale.shape == (3,) and state.amax_history.shape == (3, 3)
-    assert not hasattr(made[1], "scale") and made[1].value == Quantizer(get("mxfp8_e4m3"))
+    assert not hasattr(result[1], "scale") and result[1].value == Quantizer(get("mxfp8_e4m3"))
     for i in (0, 2):
-        for handle in (made[i], again[i]):
+        for handle in (result[i], again[i]):
             assert handle.scale.data_ptr() == state.scale[i : i + 1].data_ptr()
             assert handle.amax.data_ptr() == state.amax_history[0, i : i + 1].data_ptr()
     x = torch.randn(8, 16)
-    made[0](x)
+    result[0](x)
     again[2].calibrate(x * 3)
     assert state.amax_history[0].tolist() == [x.abs().max(), 0, (x * 3).abs().max()]
     state.roll()

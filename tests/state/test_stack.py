@@ -88,11 +88,11 @@ def test_model_init_in_two_threads_does_not_meet() -> None:
             mine, theirs = duotone.quantized_model_init(recipe=MX), duotone.quantized_model_init(recipe=NV)
             other(construction), mine.__enter__()
             other(theirs.__enter__)
-            found = construction().recipe, other(lambda: construction().recipe)
+            result = construction().recipe, other(lambda: construction().recipe)
             mine.__exit__(None, None, None)
             after = construction() is not None, other(lambda: construction() is not None)
             other(theirs.__exit__, None, None, None)
-            return *found, *after, other(lambda: construction() is not None)
+            return *result, *after, other(lambda: construction() is not None)
 
     assert build() == (MX, NV, False, True, False)
 

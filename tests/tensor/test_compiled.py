@@ -107,5 +107,5 @@ def test_all_parameters_of_a_history_reach_a_tensor_that_compiled_code_quantizes
     assert changed == [f.name != "scaling_factor_compute_algo" for f in dataclasses.fields(History)]
     fmt = get("fp8_e4m3_delayed")
     quantizer = Quantizer(fmt, fmt, history=history)
-    made = compiled(lambda x: quantizer.quantize(x))(torch.randn(16, 32))
-    assert made.quantizer.history == history
+    result = compiled(lambda x: quantizer.quantize(x))(torch.randn(16, 32))
+    assert result.quantizer.history == history

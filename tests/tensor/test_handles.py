@@ -241,8 +241,8 @@ def test_children_of_a_hybrid_encode_in_their_own_way(source) -> None:
         t = q(x)
         assert same_parts(snapshot(t), want)
         assert same_parts(snapshot(q.quantize(torch.zeros(32, 64)).copy_(x)), want)
-        made = pickle.loads(pickle.dumps(t))
-        assert made.quantizer == t.quantizer and same_parts(snapshot(made.zero_().copy_(x)), want)
+        result = pickle.loads(pickle.dumps(t))
+        assert result.quantizer == t.quantizer and same_parts(snapshot(result.zero_().copy_(x)), want)
         assert len({q.value, hybrid(row, col, columnwise_source=source).value}) == 1
         for usage in (ROW, COLUMN):
             assert same(q.value.quantize(x, usage=usage), keep(t, usage))
@@ -323,11 +323,11 @@ def test_is_requantization_safe(row, col, source, safe) -> None:
     """hybrid 20: of the rowwise plane, of the columnwise plane, of both."""
     leaves = {**LEAVES, "nvfp4_sr": lambda: NVFP4Quantizer(stochastic_rounding=True)}
     handle = hybrid(leaves[row](), leaves[col](), columnwise_source=source)
-    found = []
+    results = []
     for usage in (ROW, COLUMN, BOTH):
         handle.set_usage(**usage._asdict())
-        found.append(handle.is_requantization_safe())
-    assert tuple(found) == safe
+        results.append(handle.is_requantization_safe())
+    assert tuple(results) == safe
 
 
 def test_equality_is_by_value() -> None:
@@ -362,9 +362,9 @@ def test_a_rebuilt_quantizer_behaves_the_same(name) -> None:
     """core 21, 23: by pickle and deepcopy, sign masks and all; formats come back as the registered object."""
     q, x = pair(name), torch.randn(16, 32)
     ctx = QuantizeContext(seed=torch.tensor([3]))
-    for made in (pickle.loads(pickle.dumps(q)), copy.deepcopy(q)):
-        assert made == q and hash(made) == hash(q) and made.rowwise is q.rowwise
-        assert same(made.quantize(x, ctx=ctx), q.quantize(x, ctx=ctx))
+    for result in (pickle.loads(pickle.dumps(q)), copy.deepcopy(q)):
+        assert result == q and hash(result) == hash(q) and result.rowwise is q.rowwise
+        assert same(result.quantize(x, ctx=ctx), q.quantize(x, ctx=ctx))
 
 
 @pytest.mark.parametrize("make", LEAVES.values(), ids=LEAVES.keys())
@@ -372,8 +372,8 @@ def test_handles_pickle(make) -> None:
     """core 21, 23."""
     handle, x = make(), torch.randn(32, 64)
     handle.set_usage(rowwise=False)
-    made = pickle.loads(pickle.dumps(handle))
-    assert made.get_usages() == handle.get_usages() and made.value == handle.value and same(made(x), handle(x))
+    result = pickle.loads(pickle.dumps(handle))
+    assert result.get_usages() == handle.get_usages() and result.value == handle.value and same(result(x), handle(x))
 
 
 def test_nothing_live_stays_in_a_tensor_or_its_pickle() -> None:
@@ -388,8 +388,8 @@ def test_nothing_live_stays_in_a_tensor_or_its_pickle() -> None:
         "history",
     }
     t.context = ctx
-    for made in (pickle.loads(pickle.dumps(t)), copy.deepcopy(t)):
-        assert made.context == LOCAL
+    for result in (pickle.loads(pickle.dumps(t)), copy.deepcopy(t)):
+        assert result.context == LOCAL
 
 
 def test_history_is_checked() -> None:

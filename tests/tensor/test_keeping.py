@@ -56,11 +56,11 @@ def test_round_trips(q, usage, way) -> None:
     """core 40; hybrid 36: bytes, formats, quantizer, shape, dtype; then it is written and read as ever."""
     x = torch.randn(2, 16, 64).bfloat16()
     t = q.quantize(x, usage=usage)
-    made = way(t)
-    assert same(made, t) and made.quantizer == q and not set(addresses(made)) & set(addresses(t))
-    assert made.planes.aliased == t.planes.aliased and not made.requires_grad
+    result = way(t)
+    assert same(result, t) and result.quantizer == q and not set(addresses(result)) & set(addresses(t))
+    assert result.planes.aliased == t.planes.aliased and not result.requires_grad
     y = torch.randn(2, 16, 64).bfloat16()
-    assert same(made.quantize_(y), q.quantize(y.clone(), usage=usage)) and same(t, q.quantize(x, usage=usage))
+    assert same(result.quantize_(y), q.quantize(y.clone(), usage=usage)) and same(t, q.quantize(x, usage=usage))
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
@@ -78,9 +78,9 @@ def test_round_trips_of_parameters_views_and_pieces(way) -> None:
     for q in (QUANTIZERS["fp8"], QUANTIZERS["mxfp8"], QUANTIZERS["identity"]):
         for grad in (True, False):
             w = torch.nn.Parameter(q.quantize(torch.randn(64, 64)), requires_grad=grad)
-            made = way(w)
-            assert isinstance(made, torch.nn.Parameter) and made.requires_grad == grad
-            assert same(made.detach(), w.detach())
+            result = way(w)
+            assert isinstance(result, torch.nn.Parameter) and result.requires_grad == grad
+            assert same(result.detach(), w.detach())
         t = q.quantize(torch.randn(64, 64))
         for part in (t.view(-1), t[32:], t[:, 32:], t.view(2, 32, 64)[1]):
             assert same(way(part), part)
@@ -102,10 +102,10 @@ def test_deepcopy_takes_along_what_torch_would() -> None:
 def test_a_quantizer_of_ones_own_survives(way, col) -> None:
     """core 40; issue: a subclass of Quantizer loads under weights_only, with its fields."""
     q = Clipping(get("fp8_e4m3_tensor"), get(col), limit=0.5)
-    made = way(q.quantize(torch.randn(32, 64)))
-    assert type(made.quantizer) is Clipping and made.quantizer == q and made.quantizer.limit == 0.5
-    made.copy_(torch.full((32, 64), 3.0))
-    assert torch.allclose(made.dequantize(), torch.full((32, 64), 0.5), rtol=0.1)
+    result = way(q.quantize(torch.randn(32, 64)))
+    assert type(result.quantizer) is Clipping and result.quantizer == q and result.quantizer.limit == 0.5
+    result.copy_(torch.full((32, 64), 3.0))
+    assert torch.allclose(result.dequantize(), torch.full((32, 64), 0.5), rtol=0.1)
 
 
 def test_history_survives() -> None:
@@ -199,7 +199,7 @@ def test_pickles_whose_fields_do_not_fit_together(fields) -> None:
 def test_prepare_and_restore(q, usage) -> None:
     """core 41; hybrid 24, 25: rowwise before columnwise, leftovers come back, other tensors are untouched."""
     t = q.quantize(torch.randn(32, 64), usage=usage)
-    kept, copied = snapshot(t), t.detach()
+    saved, copied = snapshot(t), t.detach()
     names = [
         f"{side}_{p}"
         for side, plane in zip(("rowwise", "columnwise"), t.planes, strict=True)
@@ -210,10 +210,10 @@ def test_prepare_and_restore(q, usage) -> None:
     taken = prepare_for_saving(t)
     assert all(a is b for a, b in zip(taken, expected, strict=True))
     assert t.planes == (None, None) and t.shape == (32, 64) and "no planes" in repr(t)
-    assert same_parts(snapshot(copied), kept)
+    assert same_parts(snapshot(copied), saved)
     other = torch.ones(1)
     left = restore_from_saved(t, [*taken, other])
-    assert len(left) == 1 and left[0] is other and same_parts(snapshot(t), kept)
+    assert len(left) == 1 and left[0] is other and same_parts(snapshot(t), saved)
     assert t.planes.aliased == copied.planes.aliased
 
 
@@ -269,8 +269,8 @@ def test_flatten_and_unflatten(q, usage) -> None:
         for part in plane.format.parts(*plane.shape)
     ]
     assert names == declared
-    made = QuantizedTensor.__tensor_unflatten__({n: getattr(t, n) for n in names}, context, t.shape, t.stride())
-    assert same(made, t) and made.quantizer == q and made.planes.aliased == t.planes.aliased
+    result = QuantizedTensor.__tensor_unflatten__({n: getattr(t, n) for n in names}, context, t.shape, t.stride())
+    assert same(result, t) and result.quantizer == q and result.planes.aliased == t.planes.aliased
     mode = FakeTensorMode()
     fake = mode.from_tensor(t)
     assert isinstance(fake, QuantizedTensor) and fake.shape == t.shape and fake.__tensor_flatten__()[0] == names
@@ -283,9 +283,9 @@ def test_flattening_keeps_what_a_piece_is() -> None:
     """core 44."""
     t = QUANTIZERS["fp8"].quantize(torch.randn(64, 64))[:32]
     names, context = t.__tensor_flatten__()
-    made = QuantizedTensor.__tensor_unflatten__({n: getattr(t, n) for n in names}, context, t.shape, t.stride())
+    result = QuantizedTensor.__tensor_unflatten__({n: getattr(t, n) for n in names}, context, t.shape, t.stride())
     with pytest.raises(MissingPlaneError, match="shares its scale"):
-        made.zero_()
+        result.zero_()
 
 
 def test_repr_never_raises() -> None:

@@ -61,8 +61,8 @@ def test_quantize_into_a_tensor(q, usage) -> None:
     assert q.quantize(x, usage=usage, out=out) is out and type(out) is Own
     out.__class__ = QuantizedTensor
     assert same(out, q.quantize(x, usage=usage))
-    made = q.make_empty(SHAPE, usage=usage)
-    assert same(q.quantize(x, usage=usage, out=made), out)
+    tensor = q.make_empty(SHAPE, usage=usage)
+    assert same(q.quantize(x, usage=usage, out=tensor), out)
 
 
 @every_quantizer
@@ -185,11 +185,11 @@ def test_bad_noop_flags() -> None:
 def test_make_empty_is_what_quantize_makes(q, usage, dtype) -> None:
     """core 10, 11; hybrid 14: class, planes, buffers, shapes, dtypes, memory order, and the gradient flag."""
     for shape in (SHAPE, (2, 24, 80), (17, 33)):
-        made = q.make_empty(shape, usage=usage, dtype=dtype, requires_grad=True)
+        tensor = q.make_empty(shape, usage=usage, dtype=dtype, requires_grad=True)
         real = q.quantize(torch.randn(shape).to(dtype), usage=usage)
-        assert made.requires_grad and made.is_leaf and (made.shape, made.dtype) == (real.shape, dtype)
-        assert made.__tensor_flatten__()[0] == real.__tensor_flatten__()[0]
-        for mine, theirs in zip(parts_of(made), parts_of(real), strict=True):
+        assert tensor.requires_grad and tensor.is_leaf and (tensor.shape, tensor.dtype) == (real.shape, dtype)
+        assert tensor.__tensor_flatten__()[0] == real.__tensor_flatten__()[0]
+        for mine, theirs in zip(parts_of(tensor), parts_of(real), strict=True):
             assert (mine is None) == (theirs is None)
             for name in mine or ():
                 assert (mine[name].shape, mine[name].dtype) == (theirs[name].shape, theirs[name].dtype)
@@ -292,8 +292,8 @@ def test_what_is_not_finite_decodes_to_what_is_not_finite(q, usage, awkward) -> 
             continue
         values = plane.dequantize(torch.float32)
         assert not values[~source.isfinite()].isfinite().any()
-        kept = values.isfinite()
-        assert torch.equal(values[kept], plain.dequantize(torch.float32)[kept])
+        saved = values.isfinite()
+        assert torch.equal(values[saved], plain.dequantize(torch.float32)[saved])
 
 
 def test_stochastic_rounding_needs_repeats_and_varies_with_its_seed() -> None:
@@ -345,8 +345,8 @@ def test_delayed_planes_without_a_slot_keep_their_scale() -> None:
             assert t.rowwise_scale.item() == 1.0
             assert same(t, q.quantize(x * 3, ctx=QuantizeContext(slots=(Slot(1.0), None))))
     t = pair("fp8_e4m3_delayed").quantize(torch.randn(8, 8), ctx=QuantizeContext(slots=(Slot(3.0), None)))
-    kept = t.rowwise_scale.clone()
-    assert torch.equal(t.mul_(2).rowwise_scale, kept)
+    copy_before = t.rowwise_scale.clone()
+    assert torch.equal(t.mul_(2).rowwise_scale, copy_before)
 
 
 def test_two_delayed_directions_have_two_scales() -> None:
@@ -403,7 +403,7 @@ def test_inference_and_no_grad() -> None:
         t = q.quantize(x)
         assert t.is_inference() and same(t, q.quantize(x.detach()))
         assert same(t.add_(1), q.quantize(q.quantize(x.detach()).dequantize() + 1))
-        for made in (
+        for result in (
             t.chunk(2)[0],
             t.narrow(0, 0, 32),
             t.flatten(),
@@ -412,7 +412,7 @@ def test_inference_and_no_grad() -> None:
             t.cpu(),
             t.float(),
         ):
-            assert isinstance(made, QuantizedTensor)
+            assert isinstance(result, QuantizedTensor)
         assert torch.equal(torch.nn.functional.linear(x, t), torch.nn.functional.linear(x, t.dequantize()))
     assert torch.equal((t + 1), t.dequantize() + 1)
 

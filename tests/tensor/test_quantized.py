@@ -117,9 +117,9 @@ def test_clone_is_deep_and_detach_shares() -> None:
     assert isinstance(clone, QuantizedTensor) and isinstance(detached, QuantizedTensor)
     assert all(a.data_ptr() != b.data_ptr() for a, b in zip(parts(clone), parts(t), strict=True))
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(parts(detached), parts(t), strict=True))
-    kept = clone.dequantize()
+    saved = clone.dequantize()
     t.zero_()
-    assert torch.equal(clone.dequantize(), kept)
+    assert torch.equal(clone.dequantize(), saved)
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (-1,), (32, 32, 2), (2, -1, 64)])

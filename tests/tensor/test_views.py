@@ -192,8 +192,14 @@ def test_slices_that_take_all(usage) -> None:
     """hybrid 30: an exact no-op keeps type and planes in every rank; anything else is looked at."""
     for shape in ((40, 72), (72,), (2, 20, 72)):
         t = HYBRID.quantize(torch.randn(shape), usage=usage)
-        for made in (t[:], t[0 : shape[0]], t[..., :100], t.as_strided(t.shape, t.stride()), t.narrow(0, 0, shape[0])):
-            assert isinstance(made, QuantizedTensor) and addresses(made) == addresses(t) and not made.is_piece
+        for result in (
+            t[:],
+            t[0 : shape[0]],
+            t[..., :100],
+            t.as_strided(t.shape, t.stride()),
+            t.narrow(0, 0, shape[0]),
+        ):
+            assert isinstance(result, QuantizedTensor) and addresses(result) == addresses(t) and not result.is_piece
     assert type(t[:, ::2]) is torch.Tensor
     for offset in (1440, 720):
         args = (1, 20, 72), (1440, 72, 1), offset
@@ -217,10 +223,10 @@ def test_detach_shares_and_clone_does_not(q, usage) -> None:
     for mine, other in ((t.detach(), clone.detach()), (clone.detach(), t.detach())):
         for plane in mine.planes:
             for part in plane.parts.values() if plane else ():
-                kept = snapshot(other)
+                saved = snapshot(other)
                 poison = part.clone()
                 part.add_(1)
-                assert same_parts(snapshot(other), kept)
+                assert same_parts(snapshot(other), saved)
                 part.copy_(poison)
 
 
@@ -232,7 +238,7 @@ def test_a_subclass_survives() -> None:
 
     t = MX.quantize(torch.randn(64, 64))
     t.__class__ = Own
-    for made in (
+    for result in (
         t.detach(),
         t.clone(),
         t.view(-1),
@@ -241,7 +247,7 @@ def test_a_subclass_survives() -> None:
         torch.empty_like(t),
         torch.nn.Parameter(t),
     ):
-        assert type(made) is Own
+        assert type(result) is Own
 
 
 @every_quantizer
@@ -256,9 +262,9 @@ def test_moves(q, usage) -> None:
     on_meta = t.to("meta")
     assert isinstance(on_meta, QuantizedTensor) and on_meta.device.type == "meta"
     assert on_meta.__tensor_flatten__()[0] == t.__tensor_flatten__()[0]
-    for made in (t.float(), t.to(torch.float32), t.half(), t.type(torch.float64)):  # never by way of bf16
-        values = t.dequantize(torch.float16 if made.dtype is torch.float16 else torch.float32)
-        assert type(made) is torch.Tensor and same_bits(made, values.to(made.dtype))
+    for result in (t.float(), t.to(torch.float32), t.half(), t.type(torch.float64)):  # never by way of bf16
+        values = t.dequantize(torch.float16 if result.dtype is torch.float16 else torch.float32)
+        assert type(result) is torch.Tensor and same_bits(result, values.to(result.dtype))
     assert t.is_pinned() is False and t.share_memory_() is t
     expanded = t.expand_as(t)
     assert isinstance(expanded, QuantizedTensor) and addresses(expanded) == addresses(t)
@@ -274,17 +280,17 @@ def test_tensors_like_it(q, usage) -> None:
     assert (zeros.shape, zeros.dtype, zeros.quantizer) == ((2, 8, 32), torch.bfloat16, t.quantizer)
     for plane in zeros.planes:
         assert plane is None or not plane.dequantize(torch.float32).any()
-    for made in (zeros, t.new_empty(17, 33), torch.empty_like(t), t.new_empty((0, 64)), t.new_zeros(5)):
-        assert isinstance(made, QuantizedTensor) and made.get_usages() == usage._asdict()
-        x = torch.randn(made.shape).to(made.dtype)
+    for result in (zeros, t.new_empty(17, 33), torch.empty_like(t), t.new_empty((0, 64)), t.new_zeros(5)):
+        assert isinstance(result, QuantizedTensor) and result.get_usages() == usage._asdict()
+        x = torch.randn(result.shape).to(result.dtype)
         with torch.random.fork_rng():
-            assert same(made.copy_(x), q.quantize(x.clone(), usage=usage))
+            assert same(result.copy_(x), q.quantize(x.clone(), usage=usage))
     torch.set_rng_state(state)
     t.new_zeros(8, 8)
     assert torch.equal(torch.get_rng_state(), state)
     for dtype in (torch.float64, torch.int64):
-        made = t.new_zeros((4, 4), dtype=dtype)
-        assert type(made) is torch.Tensor and made.dtype == dtype and not made.any()
+        result = t.new_zeros((4, 4), dtype=dtype)
+        assert type(result) is torch.Tensor and result.dtype == dtype and not result.any()
     with pytest.raises(RuntimeError):
         t.new_empty((-1, 4))
     assert same_parts(snapshot(t), before) and t.quantizer == q
@@ -366,12 +372,12 @@ def test_views_in_inference_mode_are_those_outside_of_it(name, view) -> None:
     for parameter in (True, False):
         w = torch.nn.Parameter(q.quantize(x.clone()))
         with torch.inference_mode():
-            made = view(w if parameter else q.quantize(x.clone()))
-            values = made.dequantize().clone() if isinstance(made, QuantizedTensor) else made.clone()
+            result = view(w if parameter else q.quantize(x.clone()))
+            values = result.dequantize().clone() if isinstance(result, QuantizedTensor) else result.clone()
             plain = view(torch.nn.Parameter(x) if parameter else x.clone())
         held = outside.dequantize() if isinstance(outside, QuantizedTensor) else outside
-        assert type(made) is type(outside) and same_bits(values, held)
-        assert made.is_inference() == plain.is_inference()
+        assert type(result) is type(outside) and same_bits(values, held)
+        assert result.is_inference() == plain.is_inference()
     with torch.no_grad():
         w.mul_(2)
     (w * w).sum().backward()
@@ -382,10 +388,10 @@ def test_a_view_from_inference_mode_writes_through_and_counts_as_a_write() -> No
     w = torch.nn.Parameter(QUANTIZERS["mxfp8"].quantize(torch.randn(64, 64)))
     for view in (lambda t: t.detach(), lambda t: t.view(-1), lambda t: t.chunk(2)[0]):
         with torch.inference_mode():
-            made = view(w)
+            result = view(w)
         version = w._version
         with torch.no_grad():
-            made.fill_(3.0)
+            result.fill_(3.0)
         assert w._version > version and (w.dequantize()[:32] == 3).all()
 
 

@@ -14,14 +14,14 @@ def test_shards_put_together_are_the_whole(name) -> None:
     """core 22; hybrid 28: rows of the tensor are rows of one plane and columns of the other; no communication here."""
     t = QUANTIZERS[name].quantize(torch.randn(256, 128).bfloat16())
     shards = [t[:128], t[128:]]
-    made = []
+    results = []
     for side, dim in ((0, 0), (1, 1)):
         sent = [to_wire(shard.planes[side], dim) for shard in shards]
         for part in (p for parts in sent for p in parts):
             assert part.is_contiguous() and part.dtype in (torch.uint8, torch.float32, torch.bfloat16)
         gathered = [torch.cat(parts) for parts in zip(*sent, strict=True)]
-        made.append(from_wire(shards[0].planes[side], dim, gathered, 2))
-    whole = Planes(*made)
+        results.append(from_wire(shards[0].planes[side], dim, gathered, 2))
+    whole = Planes(*results)
     assert same_parts(
         (whole.rowwise.parts, whole.columnwise.parts), (t.planes.rowwise.parts, t.planes.columnwise.parts)
     )

@@ -80,8 +80,8 @@ def test_in_place_on_plain_tensors_with_quantized_operands() -> None:
     """core 34, 35."""
     t = MX.quantize(X)
     assert torch.equal(Y.clone().add_(t), Y + t.dequantize())
-    made = torch.empty(32, 64)
-    assert torch.add(t, 1, out=made) is made and torch.equal(made, t.dequantize() + 1)
+    result = torch.empty(32, 64)
+    assert torch.add(t, 1, out=result) is result and torch.equal(result, t.dequantize() + 1)
     assert all(type(p) is torch.Tensor for p in torch._foreach_add([t, t], 1.0))
 
 
@@ -102,9 +102,9 @@ def test_several_outputs() -> None:
 
 def test_a_list_with_plain_tensors_writes_the_bits_of_single_operations() -> None:
     """What is encoded was rounded once, also beside a bias in bf16."""
-    held = Quantizer(formats.get("fp8_e4m3_tensor")).quantize(torch.randn(64, 128).bfloat16())
+    tensor = Quantizer(formats.get("fp8_e4m3_tensor")).quantize(torch.randn(64, 128).bfloat16())
     bias, gradient = torch.randn(64).bfloat16(), torch.randn(64, 128).bfloat16()
-    tensors = [bias, held, bias.clone(), held.clone()]
+    tensors = [bias, tensor, bias.clone(), tensor.clone()]
     alone = [t.clone() for t in tensors]
     gradients = [bias * 2, gradient, bias, -gradient]
     torch._foreach_add_(tensors, gradients, alpha=-0.03)
@@ -193,10 +193,10 @@ NAMES = [name for name in QUANTIZERS if "|" not in name]
 @pytest.mark.parametrize("target", ["identity", "fp8", "mxfp8", "nvfp4_16x16", "nvfp4|mxfp8"])
 def test_copy_between_formats(source, target) -> None:
     """core 36: the values of the source, scaled anew; of the same format, its bytes."""
-    given, q = QUANTIZERS[source].quantize(X.bfloat16()), QUANTIZERS[target]
-    values = given.dequantize(torch.float32)
-    expected = snapshot(given) if QUANTIZERS[source] == q else snapshot(q.quantize(values.clone()))
-    assert source == "identity" == target or same_parts(snapshot(q.quantize(Y.clone()).copy_(given)), expected)
+    inputs, q = QUANTIZERS[source].quantize(X.bfloat16()), QUANTIZERS[target]
+    values = inputs.dequantize(torch.float32)
+    expected = snapshot(inputs) if QUANTIZERS[source] == q else snapshot(q.quantize(values.clone()))
+    assert source == "identity" == target or same_parts(snapshot(q.quantize(Y.clone()).copy_(inputs)), expected)
 
 
 @every_quantizer
@@ -363,9 +363,9 @@ def test_state_dicts() -> None:
     """hybrid 48; core 40: quantized into quantized copies bytes, high precision into quantized requantizes."""
 
     def module(x: torch.Tensor) -> torch.nn.Module:
-        made = torch.nn.Module()
-        made.w = torch.nn.Parameter(HYBRID.quantize(x))
-        return made
+        result = torch.nn.Module()
+        result.w = torch.nn.Parameter(HYBRID.quantize(x))
+        return result
 
     source, target = module(X), module(Y)
     at = addresses(target.w)
@@ -448,9 +448,9 @@ READS = {
 
 
 def foreach_copied(t: torch.Tensor) -> torch.Tensor:
-    made = torch.empty(64, 96)
-    torch._foreach_copy_([made], [t])
-    return made
+    result = torch.empty(64, 96)
+    torch._foreach_copy_([result], [t])
+    return result
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
