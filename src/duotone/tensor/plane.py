@@ -100,6 +100,12 @@ class Plane:
         """The plane over other buffers with the same meaning: moved, cloned, detached."""
         return Plane(self.format, {name: change(part) for name, part in self.parts.items()}, self.shape)
 
+    def after(self, scale: Tensor) -> "Plane":
+        """In a graph: the same plane, which depends on a scale, (1,), that it does not read."""
+        name = "scale" if "scale" in self.parts else "codes"
+        part = self.parts[name]
+        return Plane(self.format, {**self.parts, name: torch.where(scale.isnan(), part, part)}, self.shape)
+
     def narrow(self, dim: int, start: int, stop: int) -> "Plane | None":
         """Rows (dim 0) or columns (dim 1) start..stop as views. None if that would cut a block."""
         extent, step = self.shape[dim], self.format.alignment[dim]

@@ -113,7 +113,7 @@ class Quantizer:
         if self.columnwise_source != "original" and self.rowwise is not None and col_format is not None:
             row = encode_plane(self.rowwise, x, ctx)
             col = _columnwise(col_format, row.dequantize(ctx.nominal or x.dtype), None, ctx, stages_for(x))
-            return Planes(row if usage.rowwise else None, col)
+            return self._linked(Planes(row if usage.rowwise else None, col))
         if x.is_cuda:
             planes = encode_once(row_format, col_format, x, ctx)
             if planes is not None:
@@ -122,7 +122,18 @@ class Quantizer:
         if ctx.shard is not None and row_format and col_format and not torch.compiler.is_dynamo_compiling():
             ctx = _paired(row_format, col_format, x, ctx, stages)
         row = None if row_format is None else encode_plane(row_format, x, ctx, stages=stages)
-        return Planes(row, None if col_format is None else _columnwise(col_format, x, row, ctx, stages))
+        planes = Planes(row, None if col_format is None else _columnwise(col_format, x, row, ctx, stages))
+        return planes if ctx.slots[1] is None else self._linked(planes)
+
+    def _linked(self, planes: Planes) -> Planes:
+        """In a graph, planes of which the rowwise one depends on the delayed scale of the columnwise one.
+
+        Else a partitioner moves that scale to the backward, where it is a later one and no amax is recorded.
+        """
+        row, col = planes
+        if row is None or col is None or not torch.compiler.is_dynamo_compiling() or not self.delayed[1]:
+            return planes
+        return Planes(row.after(col.parts["scale"]), col)
 
     def encode_produced(
         self, producer: "FusedProducer | TracedProducer", usage: Usage, ctx: QuantizeContext
