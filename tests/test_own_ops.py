@@ -42,6 +42,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 OF_MODULES = {"delayed_scale", "traced_scale"}
 OF_STAGES = {"stage_forward", "stage_backward", "stage_backward_kept"}
 OF_ATTENTION = {"attend", "attend_backward"}
+IN_BACKWARDS = {"roll_after"}
 ON_CUDA = {"block_mm", "cast_planes", "decoded_mm", "delayed_planes", "traced_planes"}
 ON_CUDA |= {"norm_gradients", "produced_planes", "traced_produced"}
 """They have no kernel for the CPU; tests/gpu runs them."""
@@ -49,13 +50,22 @@ ON_CUDA |= {"norm_gradients", "produced_planes", "traced_produced"}
 
 def test_every_op_is_checked_here_or_on_cuda() -> None:
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("duotone::")]
-    known = PLAIN.keys() | OF_MODULES | OF_STAGES | OF_ATTENTION | ON_CUDA
+    known = PLAIN.keys() | OF_MODULES | OF_STAGES | OF_ATTENTION | IN_BACKWARDS | ON_CUDA
     assert {name.removeprefix("duotone::") for name in names} == known
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_an_op_is_what_its_schema_says(name: str) -> None:
     opcheck(getattr(torch.ops.duotone, name).default, PLAIN[name])
+
+
+@pytest.mark.parametrize("name", IN_BACKWARDS)
+def test_an_op_that_runs_in_backwards_is_what_its_schema_says(name: str) -> None:
+    op, results = getattr(torch.ops.duotone, name).default, []
+    x = torch.randn(4, requires_grad=True)
+    x.register_hook(lambda dx: results.append(opcheck(op, (dx,), test_utils=("test_schema", "test_faketensor"))))
+    x.sum().backward()
+    assert set(results[0].values()) == {"SUCCESS"}
 
 
 def plan_of(m: duotone.Linear, x: torch.Tensor) -> str:

@@ -266,3 +266,62 @@ def test_a_norm_and_its_linear_are_exported_before_their_first_step(norm: str, s
     m.train()(100 * x).sum().backward()
     m.eval()
     assert m.duotone_forward.scale[0] < 1e3 and torch.equal(program(x), m(x))
+
+
+PLANES = {
+    "both delayed": {"rowwise": "fp8_e4m3_delayed", "columnwise": "fp8_e5m2_delayed"},
+    "columnwise delayed": {"rowwise": "mxfp8_e4m3", "columnwise": "fp8_e4m3_delayed"},
+    "high precision and delayed": {"rowwise": "identity", "columnwise": "fp8_e4m3_delayed"},
+    "of what forward multiplied": {
+        "rowwise": "fp8_e4m3_delayed",
+        "columnwise": "fp8_e4m3_delayed",
+        "columnwise_source": "rowwise_dequantized",
+    },
+}
+
+
+@pytest.mark.parametrize("planes", PLANES)
+def test_delayed_scales_that_backward_alone_reads_are_those_of_the_forward(planes: str) -> None:
+    """A partitioner puts what backward alone reads into the backward, where an amax is no longer recorded."""
+    operands = [recipes.Rule(tensor_type=operand, **PLANES[planes]) for operand in ("input", "weight")]
+    gradient = recipes.Rule(tensor_type="grad_output", format="mxfp8_e4m3")
+    recipe = recipes.RuleRecipe(rules=(*operands, gradient), emulate_mixed=True)
+    eager = duotone.Linear(64, 64, bias=False, recipe=recipe)
+    compiled = copy.deepcopy(eager)
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    for factor in (1, 4):
+        x, results = torch.randn(32, 64) * factor, []
+        for model, call in ((eager, eager), (compiled, run)):
+            leaf = x.clone().requires_grad_()
+            gradients = torch.autograd.grad(call(leaf).square().sum(), [leaf, *model.parameters()])
+            results.append([*gradients, *(b.clone() for b in model.buffers())])
+        assert all(torch.equal(*both) for both in zip(*results, strict=True))
+
+
+GRADIENT_ALONE = recipes.RuleRecipe(
+    rules=(
+        recipes.Rule(tensor_type="grad_output", format="mxfp8_e4m3"),
+        recipes.Rule(format="fp8_e4m3_delayed"),
+    ),
+    emulate_mixed=True,
+)
+"""Delayed scales in forward alone, so that no cast of the backward says when they roll."""
+
+
+@pytest.mark.parametrize("kind", ["linear", "first microbatch", "grouped", "mlp"])
+def test_delayed_scales_of_forward_alone_roll_after_each_compiled_backward(kind: str) -> None:
+    given = {"recipe": GRADIENT_ALONE, "bias": False}
+    eager = {
+        "grouped": lambda: duotone.GroupedLinear(2, 64, 64, **given),
+        "mlp": lambda: duotone.LayerNormMLP(64, 64, **given),
+    }.get(kind, lambda: duotone.Linear(64, 64, **given))()
+    arguments = {"grouped": {"m_splits": [16, 16]}, "first microbatch": {"is_first_microbatch": True}}.get(kind, {})
+    compiled = copy.deepcopy(eager)
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    inputs, scales = [torch.randn(32, 64) * factor for factor in (1, 4, 16)], []
+    for model, call in ((compiled, run), (eager, eager)):  # eager last: its backwards would roll both
+        for x in inputs:
+            call(x.clone().requires_grad_(), **arguments).square().sum().backward()
+            scales.append(torch.cat([b for name, b in model.named_buffers() if name.endswith("scale")]))
+    assert all(torch.equal(*both) for both in zip(scales[:3], scales[3:], strict=True))
+    assert not torch.equal(scales[0], scales[1])

@@ -55,6 +55,10 @@ class OpaqueStage(Stage):
     def arity(self) -> tuple[int, ...]:
         return self.stage.arity
 
+    @property
+    def rolls_forward_alone(self) -> bool:
+        return self.plan.rolls_forward_alone
+
     def forward(self, x: Tensor, *operands: Any) -> tuple[Tensor, Saved]:
         splits, seed, weights, biases = self.stage.named(operands)
         parts = [part for w in weights for part in (w.parts if isinstance(w, QuantizedTensor) else (w,))]

@@ -17,6 +17,7 @@ from torch import Tensor
 from duotone.capture import is_capturing
 from duotone.comm import require_same
 from duotone.errors import UserError
+from duotone.graph_ops import STATEFUL, define_op
 from duotone.state import history, torch_private
 from duotone.state.delayed import STATES, DelayedState
 from duotone.state.region import STACK, AutocastRegion, Recorded, Recording, outermost_region
@@ -163,6 +164,10 @@ def roll_after(gradient: Tensor) -> None:
     waiting.forget_failed()
     if waiting.end is None:
         waiting.schedule()
+
+
+define_op("roll_after(Tensor gradient) -> ()", roll_after, lambda gradient: None, tags=STATEFUL)
+torch_private.mark_effect("duotone::roll_after")  # graphs take no hooks of tensors inside of them
 
 
 def roll(recorded: Recorded) -> None:
