@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from comparing import bits
 from torch import nn
 
@@ -73,3 +74,25 @@ def test_compiled_first_steps_have_eager_bits() -> None:
             (y.sum() * 2.0**-12).backward()
         for ours, theirs in zip(states(compiled), states(eager), strict=True):
             assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_around_a_region_has_the_bits_of_a_step_without_it(use_reentrant: bool) -> None:
+    """The first forward computes the norm before its cast, whose scale is new; the recompute's kernel computes both."""
+    plain = duotone.LayerNormMLP(64, 128, activation="swiglu", params_dtype=torch.bfloat16, device="cuda")
+    checkpointed = copy.deepcopy(plain)
+    for _ in range(3):
+        x, results = torch.randn(32, 64, device="cuda").bfloat16(), []
+
+        def region(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            with duotone.autocast(recipe=RECIPE):
+                return m(x)
+
+        for m in (plain, checkpointed):
+            m.zero_grad()
+            leaf = x.clone().requires_grad_()
+            again = {"use_reentrant": use_reentrant}
+            y = region(m, leaf) if m is plain else torch.utils.checkpoint.checkpoint(region, m, leaf, **again)
+            y.square().sum().backward()
+            results.append([y, leaf.grad, *(p.grad for p in m.parameters()), *states(m)])
+        assert all(torch.equal(*both) for both in zip(*results, strict=True))

@@ -188,22 +188,29 @@ class Cast:
         return True
 
     def produced(
-        self, producer: FusedProducer, scales: Scales = (None, None), live: Tensor | None = None
+        self,
+        producer: FusedProducer,
+        scales: Scales = (None, None),
+        live: Tensor | None = None,
+        *,
+        typed: bool = False,
     ) -> tuple[MaybeParts, MaybeParts]:
         """Cast a matrix that the kernel also computes. If the cast needs its amax first, the matrix is computed and
         stored before. The amax of a norm follows from its statistics instead."""
         if self.needs_lines or not self._fits(producer):
-            return self(materialize(producer), scales, live)
+            return self(materialize(producer), scales, live, typed=typed)
         amax = None
         if self.needs_amax and producer.norm is None:
             amax = torch.zeros(1, dtype=torch.int32, device=producer.x.device)
-            return self(materialize(producer, amax), scales, live, amax=amax.view(torch.float32))
+            return self(materialize(producer, amax), scales, live, amax=amax.view(torch.float32), typed=typed)
         if self.needs_amax:
             amax = producer.norm.measure_amax()
         elif producer.norm is not None:
             producer.norm.measure()
         scales, count = self._with(scales, TENSOR.value, amax, amax), 0 if amax is None else amax.numel()
-        return self._enqueue(producer.tensors, producer.shape, (producer.what, producer.act), (*scales, live), count)
+        what = producer.what, producer.act
+        row, col = self._enqueue(producer.tensors, producer.shape, what, (*scales, live), count)
+        return (_typed(row, self.row), _typed(col, self.col)) if typed else (row, col)
 
     def _fits(self, producer: FusedProducer) -> bool:
         """Whether no tile lies in both halves of a gated gradient."""

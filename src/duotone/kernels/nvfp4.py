@@ -267,10 +267,10 @@ class Cast:
         self._bound = functools.cache(self._bind)
 
     def produced(
-        self, producer: FusedProducer, scales: Scales, live: Tensor | None, seed: Tensor | None = None
+        self, producer: FusedProducer, scales: Scales, live: Tensor | None, *seed: Tensor | None, typed: bool = False
     ) -> tuple[MaybeParts, MaybeParts]:
         """Like a call, for a matrix that is materialized first: the cast needs its amax."""
-        return self(materialize(producer), scales, live, seed=seed)
+        return self(materialize(producer), scales, live, None, *seed, typed=typed)
 
     def __call__(
         self,

@@ -213,7 +213,7 @@ def encode_once(
         parts = cast(x, scales, live, ctx.shard, *seed, typed=ctx.typed)
     else:
         rows, cols = producer.shape
-        parts = cast.produced(producer, scales, live, *seed)  # type: ignore[arg-type]  # the other is for traces
+        parts = cast.produced(producer, scales, live, *seed, typed=ctx.typed)  # type: ignore[arg-type]  # not traced
     return Planes(
         None if row is None or parts[0] is None else Plane(row, parts[0], (rows, cols)),
         None if col is None or parts[1] is None else Plane(col, parts[1], (cols, rows)),
