@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import duotone
 from duotone import recipes
 from duotone.modules.moe import Router
-from duotone.planned.opaque_stage import FORWARDS
+from duotone.planned.opaque_stage import FORWARDS, View
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 WIDTH, LAYERS = 32, 3
@@ -235,3 +235,13 @@ def test_what_forward_saved_goes_with_its_graph() -> None:
     del y
     gc.collect()
     assert len(FORWARDS) == before
+
+
+def test_what_shares_the_memory_of_a_weight_comes_back_in_its_dtype() -> None:
+    """Codes of a quantized weight are bytes, and a kernel for experts multiplied them as FP8."""
+    codes = torch.arange(64, dtype=torch.uint8).view(8, 8)
+    saved = codes.view(torch.float8_e4m3fn)[2:].t()
+    view = View.of(saved, [torch.zeros(3), codes])
+    assert view is not None
+    restored = view.restore([torch.zeros(3), codes], copies=False)
+    assert restored.dtype is saved.dtype and torch.equal(restored.view(torch.uint8), saved.view(torch.uint8))

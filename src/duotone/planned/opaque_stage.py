@@ -109,9 +109,10 @@ def _may_share(operand: OperandPlan) -> bool:
 
 
 class View(NamedTuple):
-    """A saved tensor that shares the memory of a source, by the source's index."""
+    """A saved tensor that shares the memory of a source, by the source's index. Their elements are of one size."""
 
     source: int
+    dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -121,12 +122,13 @@ class View(NamedTuple):
         """The view of the first source whose memory the tensor has. None if it has that of none."""
         for i, source in enumerate(sources):
             if tensor is not None and same_memory(tensor, source):
-                return View(i, tensor.size(), tensor.stride(), int(tensor.storage_offset() - source.storage_offset()))
+                offset = int(tensor.storage_offset() - source.storage_offset())
+                return View(i, tensor.dtype, tensor.size(), tensor.stride(), offset)
         return None
 
     def restore(self, sources: Sequence[Tensor], copies: bool) -> Tensor:
         """The tensor, over the memory of its source or, `copies`, over new memory."""
-        source = sources[self.source]
+        source = sources[self.source].view(self.dtype)
         tensor = source.as_strided(self.size, self.stride, source.storage_offset() + self.offset)
         return tensor.clone() if copies else tensor
 
