@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39773
+LIBRARY_LINES = 39817
 TOOL_LINES = 7953
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -32,21 +32,21 @@ BUDGETS = {
     "distributed": (473, 3, 0),
     "formats": (1502, 0, 0),
     "integrations": (772, 11, 0),
-    "kernels": (5041, 0, 0),
+    "kernels": (5048, 0, 0),
     "lab": (3889, 14, 0),
-    "linear": (1930, 5, 0),
+    "linear": (1933, 5, 0),
     "modules": (739, 3, 0),
     "observe": (2324, 6, 0),
     "ops": (1463, 0, 0),
     "optim": (855, 3, 0),
     "package": (348, 1, 0),
-    "pipeline": (1600, 15, 0),
-    "planned": (3408, 16, 0),
+    "pipeline": (1602, 15, 0),
+    "planned": (3414, 16, 0),
     "recipes": (2016, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1435, 0, 0),
-    "state": (1891, 11, 0),
-    "tensor": (2855, 16, 0),
+    "state": (1896, 11, 0),
+    "tensor": (2876, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.skipif(
     reason="no CUDA device; run `PYTHONPATH=src python -m pytest tests/gpu` on one",
 )
 RECIPES = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4", "nvfp4-1d-weight")
+PAIRS = ("mxfp8-fwd-nvfp4-bwd", "high-precision-fwd-mxfp8-bwd")
+"""Two formats that no one kernel makes."""
 
 
 def steps(module: torch.nn.Module, call: object, x: Tensor, count: int = 3) -> list[list[Tensor]]:
@@ -32,7 +34,7 @@ def steps(module: torch.nn.Module, call: object, x: Tensor, count: int = 3) -> l
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", (*RECIPES, *PAIRS))
 def test_a_compiled_linear_gives_the_bits_of_eager(name, backend) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -50,10 +52,17 @@ def test_a_compiled_linear_gives_the_bits_of_eager(name, backend) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "op"),
-    [("fp8-delayed", "traced_planes"), ("nvfp4", "cast_planes"), ("nvfp4", "decoded_mm"), ("mxfp8", "decoded_mm")],
+    ("name", "op", "count"),
+    [
+        ("fp8-delayed", "traced_planes", 3),
+        ("nvfp4", "cast_planes", 3),
+        ("nvfp4", "decoded_mm", 3),
+        ("mxfp8", "decoded_mm", 3),
+        ("mxfp8-fwd-nvfp4-bwd", "cast_planes", 5),
+        ("high-precision-fwd-mxfp8-bwd", "cast_planes", 3),
+    ],
 )
-def test_the_graph_of_a_compiled_linear_calls_the_kernel(name, op) -> None:
+def test_the_graph_of_a_compiled_linear_calls_the_kernel(name, op, count) -> None:
     torch.compiler.reset()
     seen: list[str] = []
 
@@ -68,7 +77,7 @@ def test_the_graph_of_a_compiled_linear_calls_the_kernel(name, op) -> None:
     module = duotone.Linear(512, 384, bias=False, device="cuda", params_dtype=torch.bfloat16, recipe=recipe)
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     torch.compile(module, backend=backend, fullgraph=True)(x).sum().backward()
-    assert sum(op in name for name in seen) == 3
+    assert sum(op in name for name in seen) == count
     assert not any("traced_scale" in name or "random_bytes" in name for name in seen)
 
 
@@ -176,3 +185,22 @@ def test_compiled_groups_main_grads_and_cached_weights_give_the_bits_of_eager(na
             assert torch.equal(a, b)
         elif a.is_floating_point():  # inductor leaves out roundings between operations that it fuses
             assert (a.float() - b.float()).norm() <= 0.1 * a.float().norm()
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="for Hopper")
+@pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "nvfp4"])
+def test_compiled_groups_with_quantized_weights_give_the_bits_of_eager(name) -> None:
+    """What is saved of a weight are its codes, in the dtype of the element where eager code has them so."""
+    torch.compiler.reset()
+    with duotone.quantized_model_init(recipe=recipes.load(name)):
+        options = {"device": "cuda", "params_dtype": torch.bfloat16, "recipe": recipes.load(name)}
+        module = duotone.GroupedLinear(4, 512, 256, name="group", **options)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    state = duotone.rng_state(module)
+    results = []
+    for call in (module, compiled):
+        duotone.load_rng_state(module, state)
+        x = torch.linspace(-2, 2, 256 * 512, device="cuda").view(256, 512).bfloat16().requires_grad_()
+        y = call(x, torch.tensor([64, 0, 128, 64], device="cuda"))
+        results.append([y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])])
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))

@@ -122,10 +122,13 @@ def _source_of_held_weight(request: PlanRequest, target_quantizer: Quantizer, pr
 
 def _context(request: PlanRequest, shard: ShardContext | None, quantizer: Quantizer) -> QuantizeContext:
     formats = quantizer.rowwise, quantizer.columnwise
-    kernel = has_casts(*formats, request.dtype, target(request.device))
+    where = target(request.device)
+    kernel = has_casts(*formats, request.dtype, where)
+    alone = tuple(fmt.name for fmt in formats if fmt is not None and has_casts(fmt, None, request.dtype, where))
     is_scaled = all(fmt is None or fmt.scale_codec.family == ScaleCodec.FP32.family for fmt in formats)
     typed = is_scaled and shard is None and not request.layout.exchanges  # codes that travel or are decoded are bytes
-    return QuantizeContext(shard, traces_kernel=kernel, propagate=request.recipe.propagate_nonfinite, typed=typed)
+    propagate = request.recipe.propagate_nonfinite
+    return QuantizeContext(shard, traces_kernel=kernel, traced_formats=alone, propagate=propagate, typed=typed)
 
 
 def _input_backward(request: PlanRequest, override: BackwardOperand, quantizer: Quantizer) -> BackwardOperand:

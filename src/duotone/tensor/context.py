@@ -85,6 +85,7 @@ class QuantizeContext:
     - `slots`: delayed scaling of the rowwise and the columnwise plane.
     - `seed`: int64 (1,), for stochastic rounding.
     - `traces_kernel`: traced code may call the kernel that casts both planes. The plan decides it, as a trace cannot.
+    - `traced_formats`: names of the formats of which traced code may call the kernel that casts one plane.
     - `propagate`: elements that are not finite make the products that read them non-finite (see `Format.encode`).
     - `typed`: codes have the dtype of their element where that saves the host time, and uint8 elsewhere.
     - `nominal`: the dtype of the tensor that is written, and of the dequantized plane that another plane encodes; None
@@ -95,6 +96,7 @@ class QuantizeContext:
     slots: tuple[Slot | None, Slot | None] = (None, None)
     seed: Tensor | None = None
     traces_kernel: bool = False
+    traced_formats: tuple[str, ...] = ()
     propagate: bool = True
     nominal: torch.dtype | None = None
     typed: bool = False
@@ -114,7 +116,7 @@ class QuantizeContext:
         return self._but(slots, self.seed)
 
     def _but(self, slots: tuple[Slot | None, Slot | None], seed: Tensor | None) -> "QuantizeContext":
-        options = self.traces_kernel, self.propagate, self.nominal, self.typed
+        options = self.traces_kernel, self.traced_formats, self.propagate, self.nominal, self.typed
         return QuantizeContext(self.shard, slots, seed, *options)  # much faster than `replace`
 
 

@@ -255,7 +255,9 @@ def _encode_traced(
 ) -> Planes | None:
     """`encode_once` as one opaque op of the graph."""
     seed = _seed(row, col, x, ctx)
-    if not ctx.traces_kernel or ctx.shard is not None or seed is None:
+    alone = row if col is None else col if row is None else None
+    has_kernel = ctx.traces_kernel if alone is None else alone.name in ctx.traced_formats
+    if not has_kernel or ctx.shard is not None or seed is None:
         return None
     names = "" if row is None else row.name, "" if col is None else col.name
     if producer is not None:
