@@ -96,10 +96,10 @@ class QuantizeContext:
     slots: tuple[Slot | None, Slot | None] = (None, None)
     seed: Tensor | None = None
     traces_kernel: bool = False
-    traced_formats: tuple[str, ...] = ()
     propagate: bool = True
     nominal: torch.dtype | None = None
     typed: bool = False
+    traced_formats: tuple[str, ...] = ()
 
     def with_seed(self, seed: Tensor | None) -> "QuantizeContext":
         """This context with a seed, int64 (1,); None leaves it unchanged."""
@@ -116,7 +116,7 @@ class QuantizeContext:
         return self._but(slots, self.seed)
 
     def _but(self, slots: tuple[Slot | None, Slot | None], seed: Tensor | None) -> "QuantizeContext":
-        options = self.traces_kernel, self.traced_formats, self.propagate, self.nominal, self.typed
+        options = self.traces_kernel, self.propagate, self.nominal, self.typed, self.traced_formats
         return QuantizeContext(self.shard, slots, seed, *options)  # much faster than `replace`
 
 
