@@ -161,3 +161,38 @@ def test_an_evaluation_may_be_captured_anywhere(monkeypatch) -> None:
         monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True, raising=False)
         m(torch.randn(8, 16))
     assert same(before, duotone.recipe_state(m))
+
+
+def quantized_linear() -> nn.Module:
+    with duotone.quantized_model_init(recipe=RECIPE):
+        return duotone.Linear(32, 32, bias=False, recipe=RECIPE)
+
+
+@pytest.mark.parametrize(
+    "write", [lambda w, x: w.copy_(x), lambda w, x: w.zero_().add_(x), lambda w, x: w.data.copy_(x)]
+)
+def test_values_that_are_written_before_the_first_step_get_a_scale_of_their_own(write) -> None:
+    """Far above and far below the first ones, as initializers and pretrained values are. Later, histories decide."""
+    torch.manual_seed(0)
+    for factor in (2.0**-12, 2.0**6):
+        m, values = quantized_linear(), torch.randn(32, 32) * factor
+        with torch.no_grad():
+            m(torch.randn(4, 32))
+            write(m.weight, values)
+            assert torch.allclose(m.weight.dequantize(), values, rtol=2**-4, atol=factor * 2.0**-6)
+        m(torch.randn(4, 32)).sum().backward()
+        with torch.no_grad():
+            write(m.weight, values * 64)
+        assert m.weight.dequantize().abs().max() < values.abs().max() * 1.01
+
+
+def test_a_loaded_history_is_that_of_the_values_beside_it() -> None:
+    """So a write after the load takes its scale, as in the run that was saved."""
+    m, other = quantized_linear(), quantized_linear()
+    m(torch.randn(4, 32)).sum().backward()
+    other.load_state_dict(m.state_dict())
+    with torch.no_grad():
+        for each in (m, other):
+            each.weight.mul_(0.3)
+    assert same(duotone.recipe_state(m), duotone.recipe_state(other))
+    assert torch.equal(m.weight.dequantize(), other.weight.dequantize())

@@ -36,6 +36,8 @@ class Step:
     """The scales before the newest roll, while a recompute may ask for them."""
     deferred = False
     """Whether the newest forward left the recording to its recompute."""
+    is_first = True
+    """Whether no step has ended, and no checkpoint was loaded."""
 
     def __init__(self) -> None:
         self.now = Scales()
@@ -194,7 +196,7 @@ class DelayedState(nn.Module):
         """The buffers have rolled; `before[place]` (n,) are the scales before."""
         step = self.step
         step.now.rolled = before, place
-        step.before, step.now, step.deferred = step.now, Scales(), False
+        step.before, step.now, step.deferred, step.is_first = step.now, Scales(), False, False
 
     def _load_from_state_dict(
         self,
@@ -211,7 +213,7 @@ class DelayedState(nn.Module):
         saved = state_dict.get(key)
         if saved is not None and saved.dim() == 2 and saved.shape != self.amax_history.shape:
             state_dict[key] = history.resized(saved, self.amax_history.shape[0])
-        self._new = None
+        self._new, self.step.is_first = None, self.step.is_first and saved is None
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, [], unexpected, errors)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from duotone.capture import is_capturing
 from duotone.comm import all_reduce, require_same
 from duotone.dispatch.cast_ops import cast_planes, empty_planes
 from duotone.dispatch.stages import amax_of
@@ -62,6 +63,11 @@ class DelayedSlot(Slot):
     def is_new(self) -> bool:
         """Whether the slot has no scale yet."""
         return self.index in (self.owner or state_of(self.state)).new
+
+    def restart(self) -> None:
+        state = self.owner or state_of(self.state)
+        if state.step.is_first and state.history.first_scale_from_amax and not is_capturing():
+            state.forget([self.index])
 
     def events(self) -> tuple[int, int]:
         skipped, clamped = (self.owner or state_of(self.state)).events[:, self.index].tolist()

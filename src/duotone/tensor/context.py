@@ -30,6 +30,9 @@ class Slot:
     is_new = False
     """Whether the scale follows from the first tensor, which must then exist before the cast."""
 
+    def restart(self) -> None:
+        """Take the next scale from the next tensor, unless a step of training has used the slot."""
+
     def events(self) -> tuple[int, int]:
         """How many amaxes so far did not enter the history because they were not finite, and how many were clamped."""
         return 0, 0

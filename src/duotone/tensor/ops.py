@@ -86,6 +86,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         return target.copy_(values, non_blocking)
     target.require_writable()
     if not isinstance(source, QuantizedTensor) or source.shape != target.shape:
+        target.restart_scales()
         values = plain(source)
         require_dense("a quantized tensor", values)
         if values.dtype not in HIGH_PRECISION_DTYPES:

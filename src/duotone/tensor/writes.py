@@ -137,6 +137,12 @@ class Writes(PlaneTensor):
                     "convert it with duotone.convert_parameters"
                 )
 
+    def restart_scales(self) -> None:
+        """Before the first step of training, let new values have scales of their own: the history is of others."""
+        for slot in self.context.slots:
+            if slot is not None:
+                slot.restart()
+
     def _write_context(self, ctx: QuantizeContext = LOCAL) -> QuantizeContext:
         """`ctx`, completed by the tensor's context. Delayed planes without a slot keep their scale while it fits."""
         slots = self.context.slots if ctx.slots == (None, None) else ctx.slots
@@ -310,6 +316,7 @@ def run_in_place(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, 
     for target in targets:
         if isinstance(target, Writes):
             target.require_writable()
+            target.restart_scales()
             if func._schema.name.startswith("c10d::recv"):  # its work cannot be waited for twice
                 raise UserError("recv cannot write into a quantized tensor: receive a plain one, then copy_ it")
     widens = torch.Tag.nondeterministic_seeded not in func.tags and func.namespace != COLLECTIVES
