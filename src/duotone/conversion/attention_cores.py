@@ -1,4 +1,4 @@
-"""Attention of Hugging Face's transformers: where a model asks for "duotone" attention, its products follow recipes.
+"""Attention of Hugging Face's transformers: if a model asks for "duotone" attention, its products follow recipes.
 
 `duotone.integrations.transformers` registers the name. A converted attention module holds a `DotProductAttention`.
 """

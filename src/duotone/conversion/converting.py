@@ -1,7 +1,7 @@
 """convert and revert: models in place.
 
-A converted nn.Linear only changes its class: parameters, names, hooks and state_dict keys stay as they were. Experts
-that are held as 3-D parameters keep those too.
+Converting an nn.Linear only changes its class: parameters, names, hooks and state_dict keys stay. Experts with 3-D
+parameters keep these too.
 """
 
 from collections.abc import Sequence
@@ -44,8 +44,8 @@ def convert(
     - `schedule` starts with the recipe. All its phases are checked; `autocast(recipe=schedule.at(step))` follows it.
     - `fuse` also runs norms, linears and activations as pipelines, as `duotone.fuse` does.
     - Modules of Duotone take the recipe, the rules and their full names too.
-    - Subclasses of nn.Linear with another forward, and other modules that hold matrices, are left alone. `plan` shows
-      them. Under `strict` they are an error unless a rule or the recipe asks for high precision.
+    - Subclasses of nn.Linear with another forward, and other modules that hold matrices, are not converted. `plan`
+      shows them. Under `strict` they are an error unless a rule or the recipe asks for high precision.
 
     RecipeError or UserError, before anything changes, if a recipe cannot be used.
     """
@@ -109,7 +109,7 @@ def revert(model: nn.Module) -> nn.Module:
         if issubclass(type(module), experts.PlannedExperts):
             experts.release_experts(module)
         elif isinstance(module, experts.ExpertsLinear):
-            continue  # its owner lets go of it
+            continue  # its owner drops it
         elif isinstance(module, Planned) and module.__dict__.pop(CONVERTED, False):
             module.release()
             forwards.change_class(module, original_class(type(module)))

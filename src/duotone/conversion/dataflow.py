@@ -20,7 +20,7 @@ class Reads:
     """The readers of a value: children, and the text of other code."""
 
     children: list[tuple[str, int | str, bool]] = field(default_factory=list)
-    """Path, index or name of the argument, and whether every call of the forward reads the value there."""
+    """Path, index or name of the argument, and whether every call of the forward reads the value in this place."""
 
     others: list[str] = field(default_factory=list)
 
@@ -95,7 +95,7 @@ class CodeFlow(Flow):
                 self.visit(owner, inner)
 
     def branch(self, statement: ast.If | ast.For | ast.While | ast.Try) -> None:
-        """Each branch starts from the same values; afterwards a name may be any of them."""
+        """Each branch starts from the same values. Afterwards a name may stand for any of its values."""
         for part in (getattr(statement, "test", None), getattr(statement, "iter", None)):
             if part is not None:
                 self.note(statement, self.value(part))
@@ -238,7 +238,7 @@ class Flows:
             try:
                 reader = module.get_submodule(path)
             except AttributeError:
-                if hasattr(module, path.split(".")[0]):  # a method; what is absent is in a branch for other models
+                if hasattr(module, path.split(".")[0]):  # a method; an absent attribute is in a branch for other models
                     yield "", False, f"self.{path}"
                 continue
             parameter = None if self.is_leaf(reader) else self._parameter(reader, place)

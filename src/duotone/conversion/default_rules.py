@@ -54,11 +54,11 @@ class Why(NamedTuple):
 
 
 STEPS = ("lora_A", "lora_B", "lora_a", "lora_b", "lora_down", "lora_up")
-"""What libraries call the two linears of an adapter, or what holds them."""
+"""Names of the two linears of an adapter in libraries, or names of what contains them."""
 
 PEFT = "peft.tuners."
 FULL = ("base_layer", "modules_to_save", "original_module")
-"""What PEFT's layers hold besides adapters: linears of the model."""
+"""Names in PEFT's layers of what is no adapter: linears of the model."""
 
 LOW = 4
 """The sizes of the linear beside an adapter are at least this many times its rank."""
@@ -96,7 +96,7 @@ def _by_owner(linears: Linears, modules: Mapping[str, nn.Module]) -> dict[str, L
 
 
 def _beside_their_product(linears: Linears) -> Iterator[str]:
-    """Two linears (in, rank) and (rank, out) of a module that holds one of (in, out) too."""
+    """Two linears (in, rank) and (rank, out) of a module that also holds a linear (in, out)."""
     sizes = set(map(_sizes, linears.values()))
     for down_name, down in linears.items():
         for up_name, up in linears.items():
@@ -106,10 +106,10 @@ def _beside_their_product(linears: Linears) -> Iterator[str]:
 
 
 NAMES = ("lm_head", "output_head", "output", "head", "embed_out", "unembed", "to_logits", "classifier", "score")
-"""What the last linear of a whole model is called where it is its head."""
+"""Names of the last linear of a whole model if it is the head."""
 
 PARTS = ("attention", "attn", "mlp", "feedforward", "ffn")
-"""How the names of parts of a layer end. Such a part is no wrapper of a model, even if it is all that a model holds."""
+"""Ends of names of parts of a layer. Such a part is no wrapper of a model, even if the model has nothing else."""
 
 
 def heads(model: nn.Module) -> dict[str, str]:
@@ -157,7 +157,7 @@ def _place(name: str) -> str:
 
 
 def _named(model: nn.Module) -> dict[str, str]:
-    """The last linear registered directly in the root, or in its only wrapper, where it is called as heads are."""
+    """The last linear registered directly in the root, or in its only wrapper, if it has the name of a head."""
     name, root = _unwrapped(model)
     linears = [child for child, module in root.named_children() if isinstance(module, nn.Linear)]
     if not linears or linears[-1] not in NAMES or name.lower().endswith(PARTS):
@@ -192,7 +192,7 @@ class KeptRule(Rule):
     format: str | None = "identity"
 
     def __post_init__(self) -> None:
-        """Nothing that a user could have written wrong."""
+        """Checks nothing: no user wrote this rule."""
 
     def matches(self, role: QuantizerRole | None, site: Site = ANYWHERE) -> bool:
         return role is not None and role.name in self.names

@@ -1,7 +1,7 @@
 """Experts of other libraries, held as 3-D parameters, as grouped linears under plans.
 
-Transformers' classes agree on a contract: `gate_up_proj` (E, 2I, H) or `up_proj` (E, I, H), `down_proj` (E, H, I), each
-maybe transposed and with `<name>_bias`, flags that say so, `_apply_gate(h)` or `act_fn`, and
+Transformers' classes agree on a contract: `gate_up_proj` (E, 2I, H) or `up_proj` (E, I, H), and `down_proj` (E, H, I).
+Flags say whether they are transposed and have a `<name>_bias`. There is `_apply_gate(h)` or `act_fn`, and
 `forward(hidden_states, top_k_index, top_k_weights)`. Torchtitan has gate, up and down projections as `w1_EFD`
 (E, F, D), `w3_EFD` and `w2_EDF` (E, D, F). A converted module keeps its parameters and its state_dict.
 """
@@ -80,7 +80,7 @@ class ExpertsLinear(PlannedGroup, nn.Module):
 
 
 class PlannedExperts:
-    """A mixin before a class of experts. The linears follow plans, and all else stays as the class has it."""
+    """A mixin before a class of experts. The linears follow plans. Everything else is the work of the class."""
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(T, H), experts (T, k) and their weights (T, k) -> (T, H)."""

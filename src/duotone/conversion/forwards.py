@@ -1,4 +1,4 @@
-"""Forwards that another library replaced on a module. Those that end in the class's own follow a change of the class.
+"""Forwards that another library replaced on a module. If they call the class's forward, they follow a change of class.
 
 Accelerate's hooks store the forward that they call in `_old_forward`, and leave `forward` behind when they are removed.
 Both are methods of the class that the module had then.
@@ -25,7 +25,7 @@ def is_replaced(module: nn.Module) -> bool:
 def replacement(module: nn.Module) -> str:
     """The name of the code that replaced the forward."""
     forward = module.__dict__["forward"]
-    code = getattr(forward, "func", forward)  # of a functools.partial
+    code = getattr(forward, "func", forward)  # a functools.partial has one
     return f"{getattr(code, '__module__', '')}.{getattr(code, '__qualname__', type(code).__qualname__)}"
 
 

@@ -78,7 +78,7 @@ class MLPPipeline:
         return refusal_of(self.owner, self.linears)
 
     def row(self, recipe: Recipe | None) -> str:
-        """What a plan says of the module."""
+        """The reason in the plan of the module."""
         apart = "" if self.refusal or len(self.pattern.first) == 1 else self.packed.why_apart(recipe)
         if self.refusal or apart:
             return f"not fused: {self.refusal or apart}"
@@ -120,7 +120,7 @@ class ChainPipeline:
     closed = refusal
 
     def row(self, recipe: Recipe | None) -> str:
-        """What a plan says of the module."""
+        """The reason in the plan of the module."""
         return f"not fused: {self.refusal}" if self.refusal else f"fused: {len(self.parts)} children are one pipeline"
 
     def run(self, x: Tensor) -> object:

@@ -30,7 +30,7 @@ from duotone.state.autocast_context import autocast
 
 NOTHING = "no norm that linears read and no MLP"
 LEFT_ALONE = "_left_unfused"
-"""The attribute of a module with the parts of a pattern that says why it is left alone."""
+"""The attribute that says why a module with the parts of a pattern is not fused."""
 
 Pipeline = MLPPipeline | ChainPipeline | NormReaders
 Groups = tuple[tuple[str, tuple[str, ...]], ...]
@@ -38,7 +38,7 @@ Groups = tuple[tuple[str, tuple[str, ...]], ...]
 
 @dataclass
 class Findings:
-    """What of a model runs as pipelines, and what is left alone, by module."""
+    """The modules of a model that run as pipelines, and those that do not, with the reasons."""
 
     forwards: dict[nn.Module, MLP | Chain] = field(default_factory=dict)
     norms: dict[nn.Module, tuple[Norm, nn.Module, Groups]] = field(default_factory=dict)
@@ -55,7 +55,7 @@ def fuse(model: nn.Module, sample: Tensor | Sequence[object] | Mapping[str, obje
 
     Patterns are: norm and the linears that read it, linear - activation - linear, and gated MLPs. Each is compared with
     the ops on random hidden states. Parameters, names and state_dict keys stay. A pattern runs fused once its linears
-    are converted, so `convert` may come first or second. `plan` shows each pattern, and why one is left alone.
+    are converted, so `convert` may come first or second. `plan` shows each pattern, and why one is not fused.
 
     `sample` is an input of the model, a tuple of its arguments, or a dict of them by name: the model runs on it once,
     and each MLP is also compared with its weights on the hidden states that reach it.
@@ -83,7 +83,7 @@ def fuse(model: nn.Module, sample: Tensor | Sequence[object] | Mapping[str, obje
 
 
 def unfuse(model: nn.Module) -> None:
-    """Undo `fuse`; parameters stay as they are."""
+    """Undo `fuse`. Parameters do not change."""
     for module in model.modules():
         module.__dict__.pop(LEFT_ALONE, None)
         if module.__dict__.pop(FUSED, None) is not None:
@@ -92,7 +92,7 @@ def unfuse(model: nn.Module) -> None:
 
 
 def fused_row(module: nn.Module, recipe: Recipe | None) -> str:
-    """What a plan says of a module that fuse has looked at, or "". `recipe` stands for an enclosing autocast."""
+    """The reason in the plan of a module that `fuse` examined, or "". `recipe` stands for an enclosing autocast."""
     pipeline: Pipeline | None = module.__dict__.get(FUSED)
     if pipeline is not None:
         return pipeline.row(recipe)
@@ -160,7 +160,7 @@ def _find_norm(parent: nn.Module, name: str, module: nn.Module, findings: Findin
 
 
 def _groups(modules: Mapping[str, nn.Module], always: Mapping[str, bool]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The linears that run as one, by the path of their owner: they always read. Others are alone, or ("mlp", ())."""
+    """Groups of linears by the path of their owner. Those that always read run as one. A fused MLP has no names."""
     packs: dict[str, list[str]] = {}
     for path, reader in modules.items():
         owner, _, name = path.rpartition(".")
@@ -215,7 +215,7 @@ def _hidden_states(model: nn.Module, sample: object) -> dict[nn.Module, Tensor]:
             for module in modes:
                 hooks.enter_context(module.register_forward_pre_hook(observe))
             model.eval()(*arguments, **(sample if isinstance(sample, Mapping) else {}))
-    except Exception as error:  # any code of the user
+    except Exception as error:  # the user's code may raise anything
         reason = str(error).split("\n")[0]
         raise UserError(f"{type(model).__name__} does not run on sample: {type(error).__name__}: {reason}") from None
     finally:

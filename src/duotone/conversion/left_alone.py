@@ -25,7 +25,7 @@ from duotone.recipes.rules import Rule
 from duotone.tensor import Quantizer
 
 NO_GEMM = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList)
-"""Modules whose matrices are looked up, are multiplied element by element, or belong to another module."""
+"""Modules that look their matrices up, multiply them element by element, or share those of another module."""
 
 LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 DESCRIPTIONS = frozenset({"shape", "dtype", "device", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda"})
@@ -87,7 +87,7 @@ def _replaced(module: nn.Module) -> Why:
 
 
 def bypassed(model: nn.Module) -> Reasons:
-    """Linears whose owner gives their weight to a function, as nn.MultiheadAttention does, so that they never run."""
+    """Linears that never run, because their owner passes their weight to a function, as nn.MultiheadAttention does."""
     reasons: Reasons = {}
     for name, module in model.named_modules():
         for child in bypassed_children(type(module)):
@@ -136,7 +136,7 @@ def _loads(code: CodeType) -> Iterator[tuple[str, str, str]]:
 
 
 def refuse_left_alone(skipped: Reasons, recipe: Recipe, rules: tuple[Rule, ...], sites: Mapping[str, Site]) -> None:
-    """RecipeError if a strict recipe and the rules give a format to a module that is left alone."""
+    """RecipeError if a strict recipe and the rules give a format to a module that is not converted."""
     for name, why in skipped.items():
         if wants_less(name, recipe, rules, sites):
             remedy = "ask for that by a rule with format 'identity', or leave strict out"
@@ -144,10 +144,10 @@ def refuse_left_alone(skipped: Reasons, recipe: Recipe, rules: tuple[Rule, ...],
 
 
 def wants_less(name: str, recipe: Recipe, rules: tuple[Rule, ...], sites: Mapping[str, Site]) -> bool:
-    """Whether the rules and the recipe want less than high precision of a linear of that name."""
+    """Whether the rules and the recipe want low precision for a linear of that name."""
     return is_quantized(ask_recipe(PlanRequest(recipe, rules, name, "linear", "cpu", torch.float32, site=sites[name])))
 
 
 def is_quantized(slots: Mapping[str, Quantizer]) -> bool:
-    """Whether any plane of a linear's operands is in less than high precision."""
+    """Whether any plane of a linear's operands is in low precision."""
     return {plane for kind in TENSOR_TYPES for plane in (slots[kind].rowwise, slots[kind].columnwise)} != {IDENTITY}

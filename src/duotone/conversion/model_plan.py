@@ -97,7 +97,7 @@ class Plan(Sequence[PlanRow]):
         runs: str | None = None,
         reason: str | None = None,
     ) -> "Plan":
-        """The rows that meet every condition; None asks nothing.
+        """The rows that meet every condition; None is no condition.
 
         `module` is a pattern for the whole name ("layers.0.*"), `gemm` a name ("fprop"), `runs` is "native",
         "emulated" or "high precision", `reason` a part of the reason. UserError if `runs` is unknown.
@@ -116,7 +116,7 @@ class Plan(Sequence[PlanRow]):
         )
 
     def diff(self, other: "Plan") -> "PlanDiff":
-        """What `other` has instead of the rows of this plan, by module and GEMM."""
+        """The difference to `other`: the rows of both plans that differ, by module and GEMM."""
         if not isinstance(other, Plan):
             raise UserError(f"diff takes a Plan; got {type(other).__name__}: give what duotone.plan returned")
         before, after = dict(_numbered(self.rows)), dict(_numbered(other.rows))
@@ -180,7 +180,7 @@ def plan(
     device: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Plan:
-    """What runs for each GEMM of each linear of a converted model, and what stays in high precision and why.
+    """The kernel of each GEMM of each linear of a converted model, and the modules in high precision with the reasons.
 
     `recipe` stands for an enclosing autocast. `device` and `dtype` are those of the weights if they are None. `device`
     may also name an architecture that is not present, as "sm90".
@@ -197,7 +197,7 @@ def plan(
     planned = [module for module in model.modules() if isinstance(module, Planned)]
     for name, module in model.named_modules():
         if isinstance(module, MultiheadAttention):
-            module.meet(recipe or module.recipe)  # its linears learn their consumers, so each slot is asked once
+            module.meet(recipe or module.recipe)  # its linears get their consumers first, so each slot is asked once
         if isinstance(module, Planned):
             rows.extend(
                 _rows(module.module_name if name else name, module, recipe or module.recipe, device, dtype, trained)

@@ -8,7 +8,7 @@ from duotone.recipes.roles import Site
 
 
 def require_model(taker: str, value: object) -> None:
-    """UserError unless `value` is a model; `taker` was given it."""
+    """UserError unless `value` is a model. `taker` names the function in the message."""
     if isinstance(value, type) or not isinstance(value, nn.Module):
         got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
         raise UserError(f"{taker} takes a torch.nn.Module; got {got}: give the model itself")

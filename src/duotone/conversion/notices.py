@@ -16,7 +16,7 @@ from duotone.recipes.rules import OUTPUT_HEAD, Rule, Subject, first_rule, undeci
 from duotone.tensor import Quantizer
 
 Place = tuple[str, str, Site]
-"""(module type, name, site) of what a model multiplies with."""
+"""(module type, name, site) of a module that multiplies."""
 Slots = Mapping[str, Quantizer]
 
 
@@ -82,7 +82,7 @@ def warn_of_surprises(
 def _by_default(
     targets: Sequence[Target], recipe: Recipe, rules: tuple[Rule, ...], sites: Mapping[str, Site]
 ) -> dict[str, str]:
-    """Targets that would follow the recipe but for the default rules of convert, with the reason."""
+    """Targets that follow the recipe except for the default rules of convert, with the reason."""
     deciding = {t.name: first_rule(rules, QuantizerRole(t.module_type, "weight", t.name), t.site) for t in targets}
     default = {name: rule for name, rule in deciding.items() if isinstance(rule, KeptRule) or rule in OUTPUT_HEAD}
     return {name: rule.why for name, rule in default.items() if rule and wants_less(name, recipe, (), sites)}

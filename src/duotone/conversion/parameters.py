@@ -116,7 +116,7 @@ def _conversions(model: nn.Module, plans: Plans, masters: Mapping[str, Tensor], 
 
 
 def _refuse_parts(name: str, module: Planned) -> None:
-    """UserError if a weight consists of other parameters, or is a part of one."""
+    """UserError if a weight consists of other parameters, or is a part of another parameter."""
     if is_parametrized(module, "weight"):
         raise UserError(f"the weight of {name} is parametrized, so it is no parameter; remove its parametrizations")
     if is_split(module):
@@ -136,7 +136,7 @@ def _converted(
         shapes = f"{tuple(master.shape)} for the weight of {name}, which is {tuple(shard.shape)}"
         raise UserError(f"a master of shape {shapes}; give its own")
     values = shard.detach()
-    if master is not None:  # copied: an Identity plane is an alias of what it encodes
+    if master is not None:  # copied: an Identity plane is an alias of its source
         values = master.detach().to(device=weight.device, dtype=weight.dtype, copy=True)
     columnwise = isinstance(shard, QuantizedTensor) and shard.get_usages()["columnwise"]
     if isinstance(values, QuantizedTensor):

@@ -1,7 +1,7 @@
-"""Patterns that can run as pipelines: which modules are norms and MLPs, by their parts and by their values.
+"""Patterns that can run as pipelines: norms and MLPs, which are recognized by their parts and by their values.
 
 A module is compared with the ops on random hidden states and random weights, in float64 on the CPU. The comparison does
-not use its parameters. So it works for models on meta, with weights of zero, or in few bits.
+not use its parameters. So it works for models on meta, for weights of zero, and for weights of few bits.
 """
 
 import copy
@@ -21,7 +21,7 @@ from duotone.ops.norm import NormStage
 from duotone.planned.linear import PlannedLinear
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
-"""Names of the number that a norm adds to the variance."""
+"""Attribute names of the number that a norm adds to the variance."""
 
 TOLERANCE = 1e-5
 """Relative to the largest value: above the error of a norm in fp32, below the difference of two kinds of GELU."""
@@ -101,7 +101,7 @@ def mlp_of(
     if not candidates:
         return None
     unit = math.gcd(*(size for linear in linears.values() for size in _shape(linear)))
-    for small in dict.fromkeys((min(unit, UNIT), unit)):  # a forward may insist on the sizes of its weights
+    for small in dict.fromkeys((min(unit, UNIT), unit)):  # a forward may require the sizes of its weights
         numbers = torch.Generator().manual_seed(0)
         twins = {name: _random_linear(linear, small, unit, numbers) for name, linear in linears.items()}
         x = 4 * _random((2, ROWS, twins[candidates[0].first[0]].in_features), numbers)
@@ -125,7 +125,7 @@ class _Trial(NamedTuple):
     linears: Mapping[str, nn.Linear]
 
     def matching(self, candidates: Iterable[MLP]) -> list[MLP]:
-        """The candidates that give what the module gives, in evaluation and in training."""
+        """The candidates with the same output as the module, in evaluation and in training."""
         return [one for one in candidates if all(self.matches(one, training) for training in (False, True))]
 
     def matches(self, candidate: MLP, training: bool) -> bool:

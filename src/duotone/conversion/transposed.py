@@ -1,4 +1,4 @@
-"""Linears that store their weight as (in_features, out_features), as the Conv1D of transformers does in GPT-2."""
+"""Linears that store their weight as (in_features, out_features), such as the Conv1D of transformers in GPT-2."""
 
 from torch import Tensor, nn
 
@@ -10,7 +10,7 @@ CLASSES = {"transformers.pytorch_utils.Conv1D"}
 
 
 class TransposedLinear(PlannedLinear):
-    """What makes such a linear follow plans. Its products read a view of the parameter."""
+    """Mixed in before such a linear, which then follows plans. Its products read a view of the parameter."""
 
     stored_weight = ""
 

@@ -47,16 +47,16 @@ class Activation:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the kernel has torch's bits and is worth a launch alone: eager torch takes several if gated."""
+        """Whether a separate launch of the kernel pays: it has torch's bits, and eager torch takes several if gated."""
         return self.gated and self.kernel in EXACT
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`value`, by one kernel on CUDA where that has the same bits."""
+        """`value`, by one kernel on CUDA if that has the same bits."""
         producer = self.produced(x) if self.is_exact else None
         return self.value(x) if producer is None else _materialized(producer, x)
 
     def differentiate(self, dy: Tensor, x: Tensor) -> Tensor:
-        """As a call, for `gradient`."""
+        """Like a call, for `gradient`."""
         producer = self.produced_gradient(dy, x) if self.is_exact else None
         return self.gradient(dy, x) if producer is None else _materialized(producer, x)
 
@@ -69,7 +69,7 @@ class Activation:
         return activations.value(self.kernel, x.reshape(-1, x.shape[-1]).contiguous(), self.gated)
 
     def produced_gradient(self, dy: Tensor, x: Tensor) -> "FusedProducer | None":
-        """As `produced`, for `gradient`."""
+        """Like `produced`, for `gradient`."""
         if not self.kernel or not has_kernels(x) or dy.dtype is not x.dtype:
             return None
         from duotone.kernels import activations
@@ -83,11 +83,11 @@ class Activation:
         return x.numel() // width, width // 2 if self.gated else width
 
     def traced(self, x: Tensor) -> TracedProducer:
-        """In a trace, as `produced`. A kernel has to exist."""
+        """`produced` in a trace. A kernel has to exist."""
         return TracedProducer(self.op, (x,), self.shape(x))
 
     def traced_gradient(self, dy: Tensor, x: Tensor) -> TracedProducer:
-        """In a trace, as `produced_gradient`."""
+        """`produced_gradient` in a trace."""
         return TracedProducer(f"gradient of {self.op}", (dy, x), (x.numel() // x.shape[-1], x.shape[-1]))
 
 
@@ -215,7 +215,7 @@ PARAMETRIC: dict[str, tuple[Callable[..., Activation], tuple[str, str]]] = {
     "clamped_swiglu": (clamped_swiglu, ("limit", "alpha")),
     "situglu": (situglu, ("beta1", "beta2")),
 }
-"""Activations with parameters, and what they take."""
+"""Activations with parameters, and the names of these."""
 
 ACTIVATIONS: dict[str, Activation] = {
     **UNARY,

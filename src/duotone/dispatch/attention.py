@@ -28,8 +28,8 @@ NEVER = 1 << 40
 
 
 class LeastTokens(NamedTuple):
-    """Queries from which FP8 is faster: without a mask in forward alone and in training, under windows, sequences and
-    causal padding, where torch masks all pairs, and under other padding."""
+    """FP8 is faster from so many queries on: without a mask, in forward alone and in training; under windows, sequences
+    and causal padding, for which torch masks all pairs; and under other padding."""
 
     forward: int
     training: int
@@ -37,7 +37,7 @@ class LeastTokens(NamedTuple):
     padding: int
 
     def for_call(self, trains: bool, is_masked: bool, is_padded: bool) -> int:
-        """Those of a call. `is_padded`: its mask is padding without causality."""
+        """The number for a call. `is_padded`: its mask is padding without causality."""
         unmasked = self.training if trains else self.forward
         masked = self.padding if is_padded else self.spans
         return unmasked if not is_masked or (masked >= NEVER and not trains) else masked
@@ -51,15 +51,15 @@ LEAST_TOKENS: dict[tuple[tuple[int, int], int], LeastTokens] = {
     (HOPPER, 96): LeastTokens(16384, NEVER, NEVER, NEVER),
     (HOPPER, 256): LeastTokens(16384, 16384, NEVER, NEVER),
 }
-"""What was measured, by architecture and width of heads."""
+"""The measured numbers, by architecture and width of heads."""
 
 MEASURED_HEADS = 32
-"""Heads of these measurements. Calls of less work are bound by the host, which casts make wait longer."""
+"""The number of heads in these measurements. Calls with less work are bound by the host, and casts cost host time."""
 
 SDPA = F.scaled_dot_product_attention
 HALF = (torch.bfloat16, torch.float16)
 CUDNN_TOKENS, CUDNN_WIDTH = 2048, 128
-"""Queries from which cuDNN was measured to be faster than FlashAttention-2 on Hopper, and its widest heads."""
+"""cuDNN is faster than FlashAttention-2 on Hopper from so many queries on, and the widest heads that it takes."""
 
 
 class AttentionProblem(NamedTuple):
@@ -147,13 +147,13 @@ class Options(NamedTuple):
 
 
 MASK_BLOCK = 64
-"""Queries and keys of a block of a mask, whose steps a kernel leaves out where nothing is seen."""
+"""Queries and keys of a block of a mask. A kernel skips blocks in which nothing is seen."""
 
 
 def sight(seen: Tensor | None, queries: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
-    """What is seen as kernels take it: spans, int32 (batch or 1, 2, queries + keys), and a mask within them.
+    """A mask in the form for kernels: spans, int32 (batch or 1, 2, queries + keys), and a mask within them.
 
-    With a mask spans are (batch or 1, 4, queries + keys): what is seen in part or not at all lies around what is seen.
+    With a mask, spans are (batch or 1, 4, queries + keys): around the blocks that are fully seen lie partly seen ones.
 
     `seen` are spans, or bool that broadcasts to (batch, heads, queries, keys), with groups apart or not.
     """
@@ -172,8 +172,8 @@ def sight(seen: Tensor | None, queries: int, keys: int) -> tuple[Tensor | None, 
 
 
 def _ends(some: Tensor, full: Tensor, rows: int, tokens: int) -> Tensor:
-    """int32 (batch or 1, 4, rows): where the blocks begin and end of which each row sees some, then the longest run of
-    blocks of which it sees all. Both are bool (batch or 1, blocks of rows, blocks of tokens); one block may be all.
+    """int32 (batch or 1, 4, rows): begin and end of the blocks of which each row sees some, then of the longest run of
+    blocks of which it sees all. `some` and `full` are bool (batch or 1, blocks of rows, blocks of tokens); one may be all.
     """
     across, along = some.shape[1:]
     index = torch.arange(along, device=some.device)
@@ -243,7 +243,7 @@ def _operand(planes: Planes, sizes: tuple[int, ...], direction: str, dtype: torc
 
 
 class Rounding(NamedTuple):
-    """Formats of P and dS in backward, and what their values are multiplied by, None without a delayed scale."""
+    """Formats of P and dS in backward, and the scales of their values; None without a delayed scale."""
 
     p: Format
     ds: Format
@@ -301,7 +301,7 @@ def torch_backward(
     `gradient` is that of `out`, in one dtype with all heads; `lse` is fp32 (batch, heads, queries).
     """
     scale, causal, *_ = options
-    # Kernels want rows of heads; a plane of values lies the other way.
+    # Kernels read rows of heads; the plane of values is transposed.
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in heads)
     if query.is_cpu:
         repeats = query.shape[1] // key.shape[1]
@@ -311,7 +311,7 @@ def torch_backward(
         return dq, dk.unflatten(1, (-1, repeats)).sum(2), dv.unflatten(1, (-1, repeats)).sum(2)
     call, lengths = (gradient, query, key, value, out), (None, None, query.shape[2], key.shape[2], 0.0, causal)
     if cuda_target(query.get_device()).arch == HOPPER:
-        random = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout, which is off
+        random = torch.zeros((), dtype=torch.int64, device=query.device)  # for dropout, which is off
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
         return cudnn(*call, lse.unsqueeze(-1), random, random, None, *lengths, scale=scale)
     random = torch.zeros(2, dtype=torch.uint64, device=query.device)
@@ -329,9 +329,9 @@ def attend(
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """softmax(Q K^T) V of heads (batch, heads, tokens, width) by torch, where it pays by cuDNN.
+    """softmax(Q K^T) V of heads (batch, heads, tokens, width) by torch, or by cuDNN if that is faster.
 
-    cuDNN is called by its op. torch takes an order of kernels too, and drops it in a trace.
+    cuDNN is called by its op. Torch also accepts an order of kernels, but drops it in a trace.
     """
     if attn_mask is None and _takes_cudnn(query, key, value, is_causal):
         trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class TracedProducer:
-    """A matrix (M, K) of which a graph makes only the planes, by an op of `dispatch.produced_ops`."""
+    """A matrix (M, K) that exists in a graph only as planes, by an op of `dispatch.produced_ops`."""
 
     what: str
     inputs: Sequence[Tensor | None]
     shape: tuple[int, int]
     eps: float = 0.0
     statistics: int = 0
-    """How many tensors the op gives for backward before the planes."""
+    """The number of tensors for backward, which precede the planes among the results of the op."""
     saved: Sequence[Tensor] = ()
     """These tensors, once the op is called."""
 
@@ -81,7 +81,7 @@ def _results(plane: Parts | None, other: Parts | None) -> Iterator[Tensor]:
         return
     for name, part in plane.items():
         if other is None or part is not other[name]:
-            yield part.clone() if name == "amax" else part  # those of rows are views
+            yield part.clone() if name == "amax" else part  # amaxes of rows are views
 
 
 @cache
@@ -97,7 +97,7 @@ def _format(name: str) -> Format | None:
 
 
 def empty_planes(x: Tensor, row: str, col: str) -> list[Tensor]:
-    """What `cast_planes` gives, without values."""
+    """The results of `cast_planes`, without values."""
     m, k = x.shape
     of_row, of_col = _empty_parts(row, x, m, k), _empty_parts(col, x, k, m)
     is_shared = row == col and get(row).is_derivable and of_row[1].dim() == 1

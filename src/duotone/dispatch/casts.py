@@ -49,7 +49,7 @@ def one_read(row: Format | None, col: Format | None, x: Tensor, propagate: bool)
 def cast_of(
     row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool = True
 ) -> "Cast | TwoLevelCast | None":
-    """As `one_read`, without the question whether kernels run."""
+    """Like `one_read`, but it does not ask whether kernels run."""
     key = (id(row), id(col), dtype, propagate)
     entry = _CASTS.get(key)
     if entry is None:
@@ -75,7 +75,7 @@ def _segment_cast(cast: "Cast | TwoLevelCast") -> "SegmentCast | BlockSegmentCas
 
 
 def can_read_once(row: Format | None, col: Format | None, dtype: torch.dtype, where: Target) -> bool:
-    """As `has_casts`, for planes that consist of codes and scales alone."""
+    """Like `has_casts`, for planes that consist only of codes and scales."""
     return not is_two_level(row, col) and has_casts(row, col, dtype, where)
 
 
@@ -118,7 +118,7 @@ def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tens
 
 
 def _decoder(fmt: Format, dtype: torch.dtype) -> "PlaneSpec | float | None":
-    """What a kernel knows of a format that it decodes. None if there is no such kernel."""
+    """The arguments of the kernel that decodes a format. None if there is no such kernel."""
     if dtype not in DTYPES:
         return None
     if fmt.scale_codec is ScaleCodec.TWO_LEVEL:
@@ -145,7 +145,7 @@ def contiguous_rows(codes: Tensor) -> Tensor:
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether kernels take this tensor as it is: on a CUDA device that converts to FP8, in a dtype that is encoded."""
+    """Whether kernels take this tensor: it is on a CUDA device that converts to FP8, in a dtype that is encoded."""
     return x.is_cuda and _is_real(x) and x.dtype in DTYPES and runs_kernels(x.get_device())
 
 
@@ -209,7 +209,7 @@ def _is_two_level(fmt: Format) -> bool:
 
 
 SMALL = {(4, 6.0): "e2m1", (6, 7.5): "e2m3", (6, 28.0): "e3m2"}
-"""Elements without a dtype of torch that kernels know, by bits and largest value."""
+"""Elements that kernels know and for which torch has no dtype, by bits and largest value."""
 
 
 def _is_simple(fmt: Format) -> bool:

@@ -1,7 +1,7 @@
-"""Whether and how inductor compiles for the CPU here: a compiler that works, a cache folder that only its user writes.
+"""Whether and how inductor compiles for this CPU: it needs a working compiler, and a cache folder of this user alone.
 
-What goes wrong later leaves plain torch, with one warning: a full disk, a damaged library in the cache, a compiler that
-hangs.
+If something goes wrong later, casts run in plain torch, with one warning: a full disk, a damaged library in the cache,
+or a compiler that hangs.
 """
 
 import atexit
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 OPTIONS: dict[str, object] = {"emulate_precision_casts": True}
-"""Without it inductor drops bf16 round trips, and with them bits."""
+"""Without it inductor drops round trips through bf16, which changes bits."""
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 PATIENCE = 60.0
 """Seconds after which a compiler counts as one that hangs; building the probe takes less than one."""
 LIMIT = 300.0
-"""Seconds for all that the compiler does for one graph; most take 5 to 20."""
+"""Seconds for all compilations of one graph; most take 5 to 20."""
 WRITING = 5.0
-"""Seconds in which another process ends a library of the cache that it writes."""
+"""Seconds after which another process has finished a library that it writes to the cache."""
 
 _SOURCE = '#include <cmath>\n#include <omp.h>\nextern "C" int f() { return 41 + (omp_get_max_threads() > 0); }\n'
 _FAILURES: list[str] = []
@@ -46,7 +46,7 @@ def compiler_reason() -> str:
 
 @functools.cache
 def probe() -> str:
-    """Build and load a library, once a process; a compiler that is there and does not work is warned of."""
+    """Build and load a library, once a process. Warns if there is a compiler that does not work."""
     from torch._inductor import config
 
     named = config.cpp.cxx
@@ -84,7 +84,7 @@ def _warn(reason: str) -> None:
 
 
 def backend(graph: "GraphModule", inputs: "list[Tensor]") -> Callable[..., object]:
-    """Inductor for `torch.compile(backend=...)`; where it fails, the graph itself, as all further casts run."""
+    """Inductor for `torch.compile(backend=...)`. If it fails, the graph itself; all further casts then run so too."""
     from torch._dynamo.exc import RestartAnalysis
     from torch._inductor.compile_fx import compile_fx
 
@@ -105,7 +105,7 @@ def backend(graph: "GraphModule", inputs: "list[Tensor]") -> Callable[..., objec
 
 @functools.cache
 def _refuse_cut_libraries(folder: str) -> None:
-    """Raise where the cache has a library that was not written to its end: to load it would kill the process."""
+    """Raise if the cache has an incomplete library: loading it would kill the process."""
     end = time.monotonic() + WRITING
     walk = os.walk(folder)  # folders may go meanwhile
     for library in (os.path.join(at, name) for at, _, names in walk for name in names if name.endswith(".so")):
@@ -176,8 +176,8 @@ def _own_cache() -> Iterator[None]:
 def cache_folder() -> str:
     """A folder for compiled casts that belongs to this user, and that nobody else may write to.
 
-    The one that TORCHINDUCTOR_CACHE_DIR names, else one below XDG_CACHE_HOME (~/.cache); where neither is the user's
-    own, a new one that goes with the process. The folder that torch names by itself, a temporary one, does not count.
+    It is the folder that TORCHINDUCTOR_CACHE_DIR names, else one below XDG_CACHE_HOME (~/.cache). If neither belongs to
+    the user alone, it is a new folder, which ends with the process. Torch's default does not count: it is temporary.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

@@ -48,7 +48,7 @@ def swizzled(scale: Tensor) -> Tensor:
 class NativeBlocks(GemmRule):
     """A block-scaled product of capability 10 and above: codec of its scales, elements in a block, torch's dtypes.
 
-    Written from the documented layouts of torch and cuBLAS, and run by no one on such a device yet.
+    It follows the documented layouts of torch and cuBLAS. Nobody has run it on such a device yet.
     """
 
     name: str
@@ -97,7 +97,7 @@ class NativeBlocks(GemmRule):
 
 
 def _epilogue(plane: Operand) -> Factors:
-    """The scales that follow the product. The codes stand in for the values, which nothing reads."""
+    """The scales that follow the product. The codes stand in the place of the values, which nothing reads."""
     return plane.format.factors(plane.parts, values=plane.parts["codes"])
 
 

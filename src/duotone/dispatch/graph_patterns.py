@@ -1,4 +1,4 @@
-"""Patterns that inductor looks for in a graph, to put one op in the place of two. They change speed alone."""
+"""Patterns that inductor looks for in a graph, to replace two ops by one. They change only the speed."""
 
 import functools
 import operator
@@ -58,7 +58,7 @@ def _can_add(match: "Match") -> bool:
     dx, norm = _norm_of(match.output_node(), added)
     one, other = dx.meta["val"], added.meta["val"]
     alike = one.shape == other.shape and one.dtype is other.dtype and other.is_contiguous()
-    is_plain = not match.output_node().kwargs  # of a factor, which patterns do not compare
+    is_plain = not match.output_node().kwargs  # the value of a factor, which patterns do not compare
     return is_plain and alike and added < norm and norm.args[6][0]  # type: ignore[index,no-any-return]
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Weight = Tensor | None
 Saved = Sequence[Tensor]
-"""What forward gives for backward: mean and 1/std of LayerNorm, the second one alone of others."""
+"""The tensors of forward for backward: mean and 1/std of LayerNorm, only 1/std of others."""
 Needs = Sequence[bool]
 """Which of the gradients of x, gamma and beta are needed."""
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -36,7 +36,7 @@ WORDS = 16
 
 
 class RowNorm:
-    """A norm of rows; `centred` where the mean is subtracted."""
+    """A norm of rows. `centred`: the mean is subtracted."""
 
     centred: bool
     op: str
@@ -71,7 +71,7 @@ class RowNorm:
         return activations.normalised(Norm(flat, gamma, beta, eps, self.centred, x.shape[:-1], saved))
 
     def traced(self, x: Tensor, gamma: Weight, beta: Weight, eps: float, *saved: Tensor) -> TracedProducer:
-        """In a trace, `produced`."""
+        """`produced` in a trace."""
         width = x.shape[-1]
         shape, inputs = (x.numel() // width, width), (x, gamma, beta, *saved)
         return TracedProducer(self.op, inputs, shape, eps, 0 if saved else self.statistics)
@@ -86,7 +86,7 @@ class RowNorm:
         needs: Needs,
         added: Tensor | None = None,
     ) -> Gradients:
-        """`backward`, which takes what kernels do not take. `added` (*lead, K) is added to the gradient of x."""
+        """The gradients by kernels, else by `backward`. `added` (*lead, K) is added to the gradient of x."""
         if torch.compiler.is_dynamo_compiling():
             outputs = [needs[0], gamma is not None and bool(needs[1]), beta is not None and bool(needs[2])]
             find_patterns()
@@ -162,7 +162,7 @@ def _fits(x: Tensor, gamma: Weight, beta: Weight) -> bool:
 
 
 def _is_like(p: Tensor, x: Tensor) -> bool:
-    """Whether a kernel for x reads the parameter as it is."""
+    """Whether a kernel for x can read the parameter."""
     same = type(p) in PLAIN_TYPES and p.dtype is x.dtype and p.device == x.device
     return same and p.shape == x.shape[-1:] and p.is_contiguous()
 

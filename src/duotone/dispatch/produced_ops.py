@@ -1,7 +1,7 @@
 """Producers as ops of a graph: a norm, an activation or its gradient, of which only the planes exist.
 
-An op runs what eager code runs, so graphs have the bits of eager code. Where no cast kernel computes the matrix, the
-op writes it and encodes that.
+An op runs what eager code runs, so graphs have the bits of eager code. If no cast kernel computes the matrix, the op
+writes and encodes it.
 """
 
 from collections.abc import Callable, Sequence
@@ -135,9 +135,9 @@ def produced_planes(
     seed: Tensor | None = None,
     slot: Place | None = None,
 ) -> list[Tensor]:
-    """What backward needs of a matrix that is made here, then its planes as of `cast_planes`.
+    """What backward needs of the matrix, then its planes as `cast_planes` returns them.
 
-    `slot` if a plane has a delayed scale. The first scale of a slot follows from values.
+    `slot` if a plane has a delayed scale. The first scale of a slot follows from the values.
     """
     kind = PRODUCERS[what]
     producer = None if slot is not None and slot.is_new else kind.fused(inputs, eps)
@@ -153,7 +153,7 @@ def produced_planes(
 
 
 def empty_produced(what: str, inputs: Inputs, eps: float, row: str, col: str, *_: object) -> list[Tensor]:
-    """What `produced_planes` gives, without values."""
+    """The results of `produced_planes`, without values."""
     kind, x = PRODUCERS[what], inputs[0]
     assert x is not None
     return [*kind.statistics(inputs), *empty_planes(x.new_empty(kind.shape(inputs)), row, col)]

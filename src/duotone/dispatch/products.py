@@ -1,6 +1,6 @@
 """Products of decoded operands: torch's GEMMs in bf16 and fp32, what follows them, and the rules for them.
 
-What an emulated rule computes is exact but for the order of the fp32 sum, except where the rule says so.
+An emulated rule is exact except for the order of the fp32 sum, unless the rule says something else.
 """
 
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def factors(plane: Operand) -> Factors:
 
 
 def scaled(y: Tensor, a: Factors, b: Factors) -> Tensor:
-    """Apply epilogue scales to an fp32 product: one fl(fl(a b) constant) where both are per tensor, else rows after."""
+    """Apply epilogue scales to an fp32 product: one fl(fl(a b) constant) if both are per tensor, else rows after it."""
     if a.epilogue_scale is b.epilogue_scale is None:
         return y
     constant = 1.0 / (a.divisor * b.divisor)
@@ -74,7 +74,7 @@ def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
 def mm_into(a: Tensor, b: Tensor, out: Tensor, adds: bool) -> bool:
     """a b^T of (M, K) and (N, K), written over `out` (M, N) or, `adds`, added to it: a sum in fp32, rounded once.
 
-    False, and nothing done, where torch has no such product.
+    Returns False, and writes nothing, if torch has no such product.
     """
     same = out.device == a.device and type(out) in PLAIN_TYPES and out.is_contiguous()
     if not (a.is_cuda and same and out.dtype in (a.dtype, torch.float32)):
@@ -103,7 +103,7 @@ class HighPrecision(GemmRule):
 
 
 class ExactBf16(GemmRule):
-    """Both decoded operands are exact in bf16 and nothing follows the product: a plain bf16 GEMM."""
+    """A plain bf16 GEMM: both decoded operands are exact in bf16, and nothing follows the product."""
 
     name = "decode, bf16 product"
     native = False
@@ -129,7 +129,7 @@ class ExactBf16(GemmRule):
 
 
 class Fp32Epilogue(GemmRule):
-    """Operands exact in bf16, product left in fp32, then the scales per tensor or per row, bias, and one rounding."""
+    """Operands are exact in bf16. The product stays in fp32; scales per tensor or row, bias and one rounding follow."""
 
     name = "decode, fp32 product and epilogue"
     native = False
@@ -209,7 +209,7 @@ class DecodeToHighPrecision(GemmRule):
 
 
 class Unrotate(GemmRule):
-    """Transforms or block widths that differ: both operands are decoded in full, unrotated, and multiplied in fp32."""
+    """Different transforms or block widths: both operands are decoded in full, unrotated, and multiplied in fp32."""
 
     name = "decode and unrotate, fp32 product"
     native = False
@@ -226,8 +226,7 @@ EXACT_BF16, FP32_EPILOGUE = ExactBf16(), Fp32Epilogue()
 
 
 def _linear(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """torch's own product; of narrow operands for another dtype, as gradients for `main_grad` are, one that stays in
-    fp32."""
+    """torch's own product. For narrow operands and another dtype, such as `main_grad`'s, one that stays in fp32."""
     if bias is None and out_dtype is not a.dtype and a.dtype.itemsize == 2:
         y = mm_fp32(a, b)
     else:
@@ -269,7 +268,7 @@ def _other_transform(problem: GemmProblem) -> str:
 
 
 def _is_op(a: Operand) -> bool:
-    """Whether a graph calls the kernels that eager code runs. Else it would save decoded values, not codes."""
+    """Whether a graph calls the kernels of eager code. Otherwise it would save decoded values instead of codes."""
     return torch.compiler.is_dynamo_compiling() and decodes_in_kernels(a.parts["codes"].get_device())
 
 
@@ -291,7 +290,7 @@ def _has_epilogue(*formats: Format) -> bool:
 
 
 def _operand(parts: list[Tensor], name: str) -> Any:
-    """What a product reads of an operand: its format and its parts."""
+    """An operand of a product: its format and its parts."""
     fmt = get(name)
     return SimpleNamespace(format=fmt, parts=dict(zip(fmt.parts(1, 1), parts, strict=True)))
 

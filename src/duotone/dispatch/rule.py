@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """What a rule may look at: the formats of the operands, the target, and the dtype of the result.
+    """Everything that a rule may use to decide: the formats of the operands, the target, and the dtype of the result.
 
     `fast` allows a fast, inexact accumulation, if the hardware has one.
     """
@@ -64,8 +64,8 @@ class Operand(Protocol):
 class JoinedOperand(NamedTuple):
     """One plane of all segments, encoded by one cast: `codes` in the format's dtype and `scale`.
 
-    Rowwise codes are (M, K); their scales are (E, 1), or those of rows one after the other. Columnwise codes lie as
-    `Segments` say; scales (E, 1) or (E, K). Those of blocks lie as `BlockSegmentCast` says.
+    Rowwise codes are (M, K); their scales are (E, 1), or those of rows one after the other. `Segments` describe the
+    place of columnwise codes; their scales are (E, 1) or (E, K). `BlockSegmentCast` describes scales of blocks.
     """
 
     format: Format
@@ -113,7 +113,7 @@ class Product(Protocol):
         ...
 
     def compute_into(self, out: Tensor, adds: bool, operand_dtype: torch.dtype) -> None:
-        """Written over `out` or, `adds`, added to it."""
+        """Write the product over `out` or, `adds`, add it to `out`."""
         ...
 
 
@@ -162,7 +162,7 @@ class GemmRule:
     ) -> Tensor:
         """Rows (M, K) of all segments, each by its own (N, K), plus its own bias (N,) -> (M, N) in `out_dtype`.
 
-        This and what follows: only where the rule does not `refuse_segments`.
+        This method and those below need a problem that the rule does not refuse (`refuse_segments`).
         """
         raise NotImplementedError
 
@@ -173,7 +173,7 @@ class GemmRule:
     def contract_segments(
         self, a: JoinedOperand, b: JoinedOperand, segments: "Segments", dtype: torch.dtype
     ) -> Sequence[Tensor]:
-        """All of `segment_products` in one launch, each (N, K) in `dtype`. Only where the rule `groups_segments`."""
+        """All of `segment_products` in one launch, each (N, K) in `dtype`. Only if the rule `groups_segments`."""
         raise NotImplementedError
 
     def contract_segments_into(
@@ -188,7 +188,7 @@ class GemmRule:
 
 
 def put(y: Tensor, out: Tensor, adds: bool) -> None:
-    """A computed product, written over `out` or, `adds`, added to it."""
+    """Write a computed product over `out` or, `adds`, add it to `out`."""
     if adds:
         out.add_(y)
     else:

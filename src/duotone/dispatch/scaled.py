@@ -1,4 +1,4 @@
-"""Scaled products: FP8 codes multiplied by cuBLAS as they are, with scales per tensor, per row or per block of 128."""
+"""Scaled products: cuBLAS multiplies FP8 codes with scales per tensor, per row or per block of 128."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 BLOCK = 128
 SQUARE = Block(BLOCK, BLOCK)
 QUAD = 4
-"""What cuBLAS wants the number of 128 x 128 scales along the contraction to be a multiple of."""
+"""cuBLAS wants the number of 128 x 128 scales along the contraction to be a multiple of this."""
 FP8_SINCE = (8, 9)
 SINCE = ".".join(map(str, BLOCKS_SINCE))
 
@@ -55,7 +55,7 @@ def _fake_block_mm(
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
-# Own, because Dynamo does not trace torch._scaled_mm_v2.
+# An op of this library, because Dynamo does not trace torch._scaled_mm_v2.
 define_op(_BLOCK_MM, _block_mm, _fake_block_mm, devices=("CUDA",))
 
 
@@ -65,7 +65,7 @@ def _scaling(fmt: Format) -> Block | None:
 
 
 def _refusal(problem: GemmProblem) -> str:
-    """What every FP8 product of cuBLAS needs, whatever its scales."""
+    """Why cuBLAS cannot multiply the codes with any scales, or ""."""
     if problem.target.device != "cuda":
         return "it runs on CUDA"
     if problem.target.arch < FP8_SINCE:
@@ -109,7 +109,7 @@ class ScaledProduct(products.GroupedRule):
         dtype = out_dtype if bias is None or fused else torch.float32
         if dtype is not torch.bfloat16:
             dtype = dtype_of_product(dtype, per_row, scales_rows_to_fp32(left.get_device()))
-        # Autograd has nothing to do here, and takes host time.
+        # Autograd does nothing here, but would take host time.
         with nullcontext() if torch.compiler.is_dynamo_compiling() else torch._C._AutoDispatchBelowAutograd():
             y = torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
                 left,
@@ -218,12 +218,12 @@ class BlockScaledProduct(products.GroupedRule):
 
 
 def _takes_bias(bias: Tensor, cols: int, out_dtype: torch.dtype) -> bool:
-    """Whether the product adds the bias, which it does before it rounds."""
+    """Whether the product adds the bias. It does so before it rounds."""
     return out_dtype is bias.dtype is torch.bfloat16 and not cols % STEP
 
 
 def _cut(y: Tensor, cols: int, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """The columns that were asked for, the bias added in fp32 and rounded once."""
+    """The columns without padding, with the bias added in fp32 and one rounding."""
     if y.shape[1] != cols:
         y = y[:, :cols]
     if bias is not None:
@@ -237,9 +237,9 @@ def _empty_product(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor 
 
 
 def _codes(plane: Operand, more_rows: int, step: int, other: Tensor | None = None) -> Tensor:
-    """The codes with rows next to each other, padded with zeros to what cuBLAS takes.
+    """The codes with contiguous rows, padded with zeros to sizes that cuBLAS takes.
 
-    In a graph they are turned after the `other` operand is there.
+    A graph transposes them after the `other` operand exists.
     """
     codes, dtype = plane.parts["codes"], plane.format.code_dtype
     assert dtype is not None
@@ -270,7 +270,7 @@ define_op("turned_codes(Tensor codes, Tensor other) -> Tensor", _turned_codes, _
 
 
 def _per_row(scale: Tensor, rows: int) -> Tensor:
-    """fp32 (rows, 1) decode scales; those of rows that were added are 1."""
+    """fp32 (rows, 1) decode scales. Those of padded rows are 1."""
     if scale.shape == (rows, 1):
         return scale.contiguous()
     if scale.numel() == 1:

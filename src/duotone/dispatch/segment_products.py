@@ -1,4 +1,4 @@
-"""FP8 products by cuBLAS: what it takes and gives, and those of all row segments of a matrix."""
+"""FP8 products by cuBLAS: the operands that it takes, and the products of all row segments of a matrix."""
 
 import functools
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 STEP = 16
-"""What cuBLAS wants the contraction and the rows of the second operand to be multiples of."""
+"""cuBLAS wants the contraction and the rows of the second operand to be multiples of this."""
 
 
 def dtype_of_product(dtype: torch.dtype, per_row: bool, rows_to_fp32: bool) -> torch.dtype:
@@ -42,7 +42,7 @@ def cublas_writes(codes: Tensor, out: Tensor) -> bool:
 
 @functools.cache
 def _calls_cublas(index: int) -> bool:
-    """Checked on Hopper alone."""
+    """Only checked on Hopper."""
     if cuda_target(index).arch != HOPPER:
         return False
     from duotone.kernels.cublas import library
@@ -183,7 +183,7 @@ def columns_into(
         return [None if place is None else y for y, place in zip(products, places, strict=True)]
     direct = {i: places[i] for i in first.values()}
     new = functools.partial(torch.empty, a.codes.shape[0], b.codes.shape[0], dtype=dtype, device=a.codes.device)
-    scratch = new() if None in places else None  # of all without a place
+    scratch = new() if None in places else None  # for all without a place
     adds = any(place[1] for place in direct.values() if place is not None)
     outs: list[Tensor] = []
     for i, place in enumerate(places):
@@ -228,7 +228,7 @@ class GroupedRule(GemmRule):
     fast = False
 
     def groups_segments(self, problem: GemmProblem, count: int) -> bool:
-        return problem.target.arch == HOPPER and count <= MOST  # checked on Hopper alone
+        return problem.target.arch == HOPPER and count <= MOST  # only checked on Hopper
 
     def run_segments(
         self,

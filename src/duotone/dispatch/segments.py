@@ -1,4 +1,4 @@
-"""Row segments of one matrix, each of its own linear: where they lie, for casts and products that take all of them."""
+"""Row segments of one matrix, one for each linear: their places, for casts and products that take all of them."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ STEP = 16
 CHUNK = 128
 """The multiple if one product takes all segments."""
 MOST = 1024
-"""The most segments of one product: kernels look at all of them at once."""
+"""The most segments of one product: kernels read the ends of all of them at once."""
 REMEMBERED = 4096
 
 _TABLES: dict[tuple[tuple[int, ...], torch.dtype, int | None, int], Tensor] = {}
@@ -32,7 +32,7 @@ def width(rows: int, multiple: int = STEP) -> int:
 
 
 def are_real(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether kernels take the tensors as they are: no compiler traces, none is fake or elsewhere, x is not empty."""
+    """Whether kernels take the tensors: no compiler traces, none is fake or on another device, and x is not empty."""
     if torch.compiler.is_dynamo_compiling() or not has_kernels(x) or weights[0].device != x.device:
         return False
     return all([type(w) in PLAIN_TYPES for w in weights])
@@ -65,7 +65,7 @@ def equal_segments(rows: int, count: int, like: Tensor) -> "Segments":
 
 
 def table(tensors: Sequence[Tensor]) -> "Table":
-    """Where the tensors lie, from the first."""
+    """The places of the tensors, from the first one on."""
     from duotone.kernels.segment_cast import Table
 
     first = tensors[0]
@@ -107,7 +107,7 @@ def _remembered(values: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 def _on_device(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Integers on the device, without waiting for it: the driver stages what is copied from pageable memory."""
-    if is_capturing():  # where such a copy is refused
+    if is_capturing():  # such a copy is refused
         return torch.stack([torch.full((), n, dtype=dtype, device=device) for n in values])
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""The backends of the stages of encode and decode, and which one runs: the only place that binds formats to speed.
+"""The backends of the stages of encode and decode, and the choice among them: only this file binds formats to speed.
 
 Candidates are asked in order; the first without a reason against it runs. All give the same bits.
 """
@@ -47,7 +47,7 @@ def _stages(elements: int) -> Stages:
     """The backend of a CPU for this number of elements."""
     if elements < COMPILE_FROM:
         return PLAIN
-    # Under a dispatch mode Dynamo gives a function up for good, without a word.
+    # Under a dispatch mode Dynamo never compiles the function again, and does not say so.
     observed = torch._C._len_torch_dispatch_stack() > 0
     return CHUNKED if observed or _UNCOMPILED.get() or compiler_reason() else COMPILED
 
@@ -108,7 +108,7 @@ def _compile(function: Callable[..., T], key: str) -> Callable[..., T]:
     compiled = torch.compile(own_code(function, name), dynamic=True, backend=backend)
 
     def run(*arguments: object) -> T:
-        # Each of these would make variants: gradients required or not, and sizes that happen to be equal.
+        # These would cause variants: gradients required or not, and sizes that are equal by chance.
         plain = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
         with torch.no_grad(), shapes_config.patch(use_duck_shape=False):  # type: ignore
             return compiled(*plain)
@@ -150,8 +150,9 @@ def _short(dtype: torch.dtype) -> str:
 class CompiledStages(Stages):
     """`Stages` whose loops are C++. They run over contiguous memory; a transposed operand is turned, not copied.
 
-    Each (stage, element, layout) has its own code object, because Dynamo stops compiling a code object after a few
-    variants. Three stages instead of one fused encode: inductor would recompute a block's scale for each element.
+    Each (stage, element, layout) has a separate code object, because Dynamo stops compiling a code object after a few
+    variants. There are three stages instead of one fused encode, in which inductor would compute the scale of a block
+    again for each element.
     """
 
     name = "compiled C++"
@@ -187,7 +188,7 @@ class CompiledStages(Stages):
         return _compile(elements.exponent_scale, str(reciprocal))(amax.contiguous(), reciprocal)
 
     def rotate(self, x: Tensor) -> Tensor:
-        x = x.to(torch.bfloat16)  # here, because torch 2.11 drops this rounding where it compiles it
+        x = x.to(torch.bfloat16)  # here: torch 2.11 drops this rounding in compiled code
         down = x.stride(1) != 1 and x.t().is_contiguous()
         return _compile(hadamard.rotate, "down" if down else "across")(x if down else x.contiguous())
 
@@ -199,11 +200,11 @@ COMPILED = CompiledStages()
 
 
 CHUNK = 1 << 16
-"""Elements a piece: with its fp32 temporaries it stays within a 1 MiB second-level cache."""
+"""Elements of a piece. With its fp32 temporaries it fits into a second-level cache of 1 MiB."""
 
 
 def _pieces(blocks: Tensor) -> tuple[int, int]:
-    """The dimension to cut, 0 or 2 (whole blocks only, the one that lies further apart), and blocks a piece."""
+    """The dimension to cut and the blocks of a piece. It is 0 or 2: the one with the larger stride, in whole blocks."""
     dim = 0 if blocks.shape[2] == 1 or (blocks.shape[0] > 1 and blocks.stride(0) >= blocks.stride(2)) else 2
     per_block = max(1, blocks.numel() // max(1, blocks.shape[dim]))
     return dim, max(1, CHUNK // per_block)
@@ -256,9 +257,9 @@ CHUNKED = ChunkedStages()
 
 
 class TracedStages(Stages):
-    """`Stages` of code that is compiled for a CPU: plain, so that the compiler fuses them, but for own ops.
+    """`Stages` of code that is compiled for a CPU: plain, so that the compiler fuses them, except for some ops.
 
-    Inductor leaves out the roundings to bf16 of a rotation, and takes long over that, over random bytes and over
+    Inductor would leave out the roundings to bf16 of a rotation. It takes long to compile rotations, random bytes and
     elements without a dtype of torch. It would compute the scale of a block again for each element.
     """
 

@@ -1,4 +1,4 @@
-"""Where casts and products run: the kind of device, its architecture, and the version of CUDA."""
+"""The target of casts and products: the kind of device, its architecture, and the version of CUDA."""
 
 import functools
 import importlib.util
@@ -13,7 +13,7 @@ from duotone.numbered import constant_in_traces
 
 HOPPER = (9, 0)
 KERNELS_SINCE = (8, 9)
-"""The first compute capability that converts to FP8, which every kernel here may do."""
+"""The first compute capability that converts to FP8. Every kernel may do that."""
 BLOCKS_SINCE = (12, 9)
 """The first CUDA whose cuBLAS multiplies FP8 with scales per row, to fp32 too, and per block on Hopper."""
 
@@ -123,7 +123,7 @@ LEAST_WORK: dict[tuple[tuple[int, int], Block], int] = {
 }
 """K x N by compute capability and the block of a scale; 128x128 goes by its partner.
 
-For forward and backward with nothing cached, host time included.
+They hold for forward and backward without caches, host time included.
 """
 
 
