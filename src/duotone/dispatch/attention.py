@@ -173,7 +173,7 @@ def sight(seen: Tensor | None, queries: int, keys: int) -> tuple[Tensor | None, 
 
 def _ends(some: Tensor, full: Tensor, rows: int, tokens: int) -> Tensor:
     """int32 (batch or 1, 4, rows): begin and end of the blocks of which each row sees some, then of the longest run of
-    blocks of which it sees all. `some` and `full` are bool (batch or 1, blocks of rows, blocks of tokens); one may be all.
+    blocks of which it sees all. Both masks are bool (batch or 1, blocks of rows, blocks of tokens); a block may be all.
     """
     across, along = some.shape[1:]
     index = torch.arange(along, device=some.device)

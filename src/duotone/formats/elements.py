@@ -21,9 +21,9 @@ def _where(mask: Tensor, value: float, other: Tensor | float) -> Tensor:
 
 
 class Constant(float):
-    """A float that traces make no symbol of.
+    """A float that does not become a symbol in traces.
 
-    torch 2.11 makes one of each float in a plan, also if no op reads it, and then compiles a second time without it.
+    torch 2.11 makes a symbol of each float in a plan, even if no op reads it, and then compiles again without it.
     """
 
 
@@ -48,13 +48,13 @@ class Element:
     reciprocal: complex = field(init=False, repr=False, compare=False)
     """1/max rounded to fp32."""
     sign_code: int = field(init=False, repr=False, compare=False)
-    """The sign bit. A field, not a property: compiled code may treat the widths as symbols and not shift by them."""
+    """The sign bit. It is a field: compiled code may treat the widths as symbols, and cannot shift by symbols."""
     largest_code: int = field(init=False, repr=False, compare=False)
     """The code of `max`."""
     bits: int = field(init=False, repr=False, compare=False)
     codes_per_byte: int = field(init=False, repr=False, compare=False)
     is_float: bool = field(init=False, repr=False, compare=False)
-    """Whether the codes are small floats; those of an integer element are integers of torch."""
+    """Whether the codes are small floats. The codes of an integer element are integers of torch."""
     has_nan: bool = field(init=False, repr=False, compare=False)
     """Whether one of the codes is NaN, so that a NaN survives the cast by itself."""
     stored_dtype: torch.dtype = field(init=False, repr=False, compare=False)
@@ -109,7 +109,7 @@ class Element:
         magnitude = values.abs()
         step_inverse, offset = self._select(magnitude)
         code = torch.round(magnitude * step_inverse) + offset
-        negative = torch.copysign(torch.ones_like(values), values) < 0  # signbit, which no backend vectorizes
+        negative = torch.copysign(torch.ones_like(values), values) < 0  # not signbit, which no backend vectorizes
         code = torch.where(negative, code + self.sign_code, code)
         return code.masked_fill(is_nan, float(self.nan_code)).to(torch.uint8)
 
@@ -126,7 +126,7 @@ class Element:
         return torch.where(negative, -value, value)
 
     def round_stochastic(self, values: Tensor, bits: Tensor) -> Tensor:
-        """fp32 values -> representable fp32 values; each rounds up when its 8 random `bits` (0 to 255) carry it there.
+        """fp32 values -> representable fp32 values. The 8 random `bits` of a value (0 to 255) decide if it rounds up.
 
         NaN becomes +max unless the element has a NaN, infinities +-max. Rule of the NVFP4 recipe:
         floor(v + bits/256 * step) on the grid.
@@ -205,7 +205,7 @@ def cast(blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = Fal
 
 
 def cast_stochastic(blocks: Tensor, multiplier: Tensor, bits: Tensor, element: Element) -> Tensor:
-    """As `cast`, rounding with `bits` uint8 of the blocks' shape."""
+    """Like `cast`, but rounded stochastically by `bits`, uint8 of the blocks' shape."""
     return element.narrow(element.round_stochastic(blocks.to(torch.float32) * multiplier, bits))
 
 
@@ -215,7 +215,7 @@ def values(codes: Tensor, factor: Tensor, element: Element, dtype: torch.dtype) 
 
 
 def divide(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
-    """The IEEE fp32 quotient, also where one side is a constant."""
+    """The IEEE fp32 quotient, also if one side is a constant."""
     if not isinstance(numerator, Tensor):
         assert isinstance(denominator, Tensor)
         numerator = torch.full_like(denominator, numerator)
@@ -241,8 +241,8 @@ def fp32_scale(amax: Tensor, largest: float, overflow: float, epsilon: float, to
 def exponent_scale(amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:
     """fp32 amax of each block -> its E8M0 byte and the fp32 multiplier 2^(127 - byte).
 
-    The byte is fl(amax * reciprocal) rounded up to a power of two: 254 for infinity, 255 for NaN. Its bits are compared
-    one by one: inductor of torch 2.13 fails on a CPU where they are added to the mask and shifted.
+    The byte is fl(amax * reciprocal) rounded up to a power of two: 254 for infinity, 255 for NaN. The mantissa is
+    compared with 0: if it is added to a mask and shifted, inductor of torch 2.13 fails on a CPU.
     """
     ratio = (amax * reciprocal).view(torch.int32)
     exponent, mantissa = ratio >> 23, ratio & MANTISSA_MASK

@@ -1,4 +1,4 @@
-"""The base of all formats: what everything above `formats/` may ask of one."""
+"""The base of all formats: the interface for everything above `formats/`."""
 
 import math
 from typing import Self
@@ -31,7 +31,7 @@ class Format:
     epilogue: Epilogue = Epilogue.HIGH_PRECISION
     """Which scale a GEMM applies after the product."""
     family: str = "high precision"
-    """What a tensor core needs equal in both operands: kind of scale, block width, transform."""
+    """What both operands of a tensor core must have in common: kind of scale, block width, transform."""
     transform: str = ""
     """Name of the transform along the contraction, "" for none. The operands of a GEMM must agree in it."""
     alignment: tuple[int, int] = (1, 1)
@@ -48,7 +48,7 @@ class Format:
     part_names: tuple[str, ...] = ("codes",)
     """The names of the buffers, in order."""
     stored: tuple[object, ...]
-    """What decides how parts are read. Two formats that share it differ in how the next write finds its scales."""
+    """What decides how parts are read. Two formats that share it differ only in how a write computes its scales."""
 
     def __repr__(self) -> str:
         return f"duotone.formats.get({self.name!r})"
@@ -65,7 +65,7 @@ class Format:
         return self
 
     def scale_limits(self, dtype: torch.dtype) -> tuple[float, float, float]:
-        """Three numbers from which kernels make scales, for an input dtype.
+        """Three numbers from which kernels compute scales, for an input dtype.
 
         The first is the largest element: under E8M0 its reciprocal, under two levels times the largest block scale.
         The others are the scale that replaces one that overflows, and the amax floor.
@@ -109,7 +109,7 @@ class Format:
         raise NotImplementedError
 
     def rotate(self, x: Tensor) -> Tensor:
-        """The matrix whose elements the codes stand for: x itself, or its Hadamard transform."""
+        """The matrix that the codes represent: x itself, or its Hadamard transform."""
         return x
 
     def unrotate(self, values: Tensor, cols: int) -> Tensor:
@@ -130,7 +130,7 @@ class Format:
     def derive(self, parts: Parts, cols: int | None = None) -> Parts | None:
         """The parts of the transpose, without loss. None if the transpose has other scales.
 
-        `cols` is the matrix's number of columns, where packed codes round it up to even.
+        `cols` is the number of columns of the matrix: packed codes round it up to even.
         """
         raise NotImplementedError
 

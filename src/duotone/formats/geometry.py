@@ -66,7 +66,7 @@ define_op("crop(Tensor x, SymInt rows, SymInt cols) -> Tensor", _crop, _crop, de
 
 
 def crop(x: Tensor, rows: int, cols: int) -> Tensor:
-    """The first rows and columns of a matrix, a view. Every cut behind the last whole block goes through here.
+    """The first rows and columns of a matrix, as a view. Everything that cuts padding off calls this.
 
     Code compiled for a CPU calls an operator that copies instead: torch's C++ backend splits a loop by the width of the
     blocks that share a scale, and drops the remainder if the loop ends inside a block (`try_loop_split`).
@@ -108,7 +108,7 @@ class Shard(Protocol):
 
     @property
     def agreed(self) -> Tensor | None:
-        """What the next `max` gives, if it is known before. Then any amax may be passed."""
+        """The result of the next `max`, if it is known before. Then any amax may be passed."""
         ...
 
     def max(self, amax: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ NAME = f"hadamard{SIZE}:{SIGN_MASK:04x}"
 
 
 def rotation(device: torch.device | None = None) -> Tensor:
-    """R as fp32 (16, 16), every entry +-0.25. Computed there, because a copy from the host waits for the device."""
+    """R as fp32 (16, 16), every entry +-0.25. It is computed on the device: a copy from the host would wait for it."""
     i = torch.arange(SIZE, device=device)
     odd = i[:, None] & i
     odd = odd ^ (odd >> 2)

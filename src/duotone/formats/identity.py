@@ -1,4 +1,4 @@
-"""Identity: high precision as a format, so that nothing above has to ask whether a tensor is quantized."""
+"""Identity: high precision as a format, so that no other code has to ask whether a tensor is quantized."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from duotone.formats.geometry import TENSOR, Factors, Parts, PartSpec
 
 @dataclass(frozen=True, repr=False)
 class Identity(Format):
-    """The matrix itself, aliased; its columnwise plane is a strided view."""
+    """The plane is the matrix itself, an alias. The columnwise plane is a strided view."""
 
     name: str = "identity"
     block = TENSOR

@@ -1,4 +1,4 @@
-"""What a scale rule answers: which parts it stores, how it decides them, and how a product applies them."""
+"""The interface of scale rules: which parts a rule stores, how it decides them, and how a product applies them."""
 
 from collections.abc import Hashable
 from enum import Enum
@@ -46,7 +46,7 @@ class ErrorNorm(Enum):
 
 
 class Blocked(NamedTuple):
-    """One matrix on its way through encode: blocks, their amax (grid), and what fixes the codes."""
+    """One matrix during an encode: its blocks, their amax (grid), and the arguments that decide the codes."""
 
     blocks: Tensor
     amax: Tensor
@@ -72,10 +72,10 @@ class Scaled(NamedTuple):
 
 
 class ScaleRule:
-    """How a format finds, stores and reads its scales. The defaults are those of one part "scale", applied in decode.
+    """How a format computes, stores and reads its scales. The defaults serve one part "scale", applied in decode.
 
-    A decoded code is multiplied by `factor`. Its part `codes_scale` is exact in a bf16 operand of a GEMM; the other
-    part, `epilogue_scale` over `divisor`, follows the product.
+    A decoded code is multiplied by `factor`, which has two parts. `codes_scale` is exact in a bf16 operand of a GEMM.
+    `epilogue_scale` over `divisor` follows the product.
     """
 
     codec: ScaleCodec
@@ -84,11 +84,11 @@ class ScaleRule:
     accepts_scale: bool = False
     """Whether an encode scale may come from outside (delayed scaling)."""
     divisor: complex = 1 + 0j
-    """What a decoded product owes per operand: the real part, as the exact numbers of elements."""
+    """The divisor of a product for each operand: the real part, complex like the exact numbers of elements."""
 
     @property
     def name(self) -> str:
-        """What `Format.describe` shows."""
+        """The fields for `Format.describe`."""
         return self.codec.value
 
     @property

@@ -33,7 +33,7 @@ COMPARE: dict[str, Callable[[int, int], bool]] = {
 
 
 def check_module_type(pattern: str) -> None:
-    """RecipeError if a glob is nearly a module type of Duotone; a warning if it matches none."""
+    """RecipeError if a glob is almost a module type of Duotone. A warning if it matches no module type."""
     types = tuple(TENSORS_OF_MODULES)
     if any(fnmatchcase(kind, pattern) for kind in (*types, "")):  # "" for roles without a type
         return
@@ -88,11 +88,11 @@ LARGEST = 2000
 """States of an expression: a name is compared with each of them at each of its characters."""
 
 REMEMBERED = 8192
-"""States of the moves that an expression remembers, each from some states by one character."""
+"""The most states in the moves that an expression remembers. A move leads from some states by one character."""
 
 ONE, AT, SPLIT, END = "one character", "a position", "other states", "the end"
 Node = tuple[object, Any]
-"""What Python's parser makes of a part of a pattern: an opcode of `_constants` and a value of the opcode's type."""
+"""A part of a pattern after Python's parser: an opcode of `_constants`, and a value of the opcode's type."""
 
 CHARACTERS: tuple[object, ...] = (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY, _constants.IN)
 REPEATS: tuple[object, ...] = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
@@ -101,13 +101,13 @@ AHEAD: tuple[object, ...] = (_constants.ASSERT, _constants.ASSERT_NOT)
 
 @functools.lru_cache(maxsize=16384)
 def glob(pattern: str) -> "re.Pattern[str]":
-    """The glob as a regular expression; no star of it is tried twice, so that its time is bounded."""
+    """The glob as a regular expression. No star is tried twice, so its time is bounded."""
     return re.compile(translate(pattern))
 
 
 @functools.lru_cache(maxsize=16384)
 def expression(pattern: str) -> "Expression":
-    """The regular expression; RecipeError if it is none, or not one that has a bound on its time."""
+    """The regular expression. RecipeError if the text is none, or if its time has no bound."""
     return Expression(pattern)
 
 
@@ -115,7 +115,7 @@ class Expression:
     """`re.fullmatch` for characters, classes, groups, `|`, repeats, positions, and lookaheads at the very start.
 
     RecipeError if the pattern is no regular expression, or has more than LARGEST states with its repeats written out.
-    Also for back references, lookbehinds, lookaheads elsewhere, flags of a group, possessive and atomic parts.
+    It is also raised for back references, lookbehinds, other lookaheads, flags of a group, possessive and atomic parts.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -144,11 +144,11 @@ class Expression:
 
 
 class _RefusedError(Exception):
-    """Something of a regular expression that has no bound on its time."""
+    """A part of a regular expression whose time has no bound."""
 
 
 class _Automaton:
-    """States, each what it waits for, the test of that, and the states after it; the first one is the end."""
+    """States: what each waits for, the test of that, and the states after it. The first state is the end."""
 
     def __init__(self, nodes: Iterable[Node], parsed: object) -> None:
         self._parsed = parsed
@@ -159,7 +159,7 @@ class _Automaton:
         self._moves: dict[tuple[frozenset[int], str], frozenset[int]] = {}
 
     def run(self, text: str, *, whole: bool) -> bool:
-        """Whether the whole text matches, or else a part of it from the start on."""
+        """Whether the whole text matches or, if not `whole`, a part of it from the start on."""
         states = self._reachable([self._start], text, 0)
         for place in range(len(text)):
             if not states or (0 in states and not whole):
@@ -168,7 +168,7 @@ class _Automaton:
         return 0 in states
 
     def _move(self, states: frozenset[int], text: str, place: int) -> frozenset[int]:
-        """The states after the character at `place`; remembered, as names have much in common."""
+        """The states after the character at `place`. They are remembered, because names have much in common."""
         key = states, text[place]
         if key in self._moves:
             return self._moves[key]

@@ -70,7 +70,7 @@ class CustomRecipe(Recipe):
     def quantizer(
         self, role: QuantizerRole | None, site: Site = ANYWHERE, slot: QuantizerRole | None = None
     ) -> Quantizer:
-        """What the function returns for the role, which is None if the consumer of a boundary slot is unknown."""
+        """The result of the function for the role. The role is None if the consumer of a boundary slot is unknown."""
         return self(role)
 
     def attention_quantizer(self, role: QuantizerRole, site: Site = ANYWHERE) -> Quantizer:

@@ -1,4 +1,4 @@
-"""Delayed scaling as a factory asks for it, and the check that the slots of one module ask for the same."""
+"""Requests of a factory for delayed scaling, and the check that the slots of one module have equal requests."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -16,7 +16,7 @@ from duotone.tensor.quantizer import Quantizer
 
 
 class Format(StrEnum):
-    """Names of `fp8_format`, equal to the strings: E4M3, E5M2, or HYBRID, which is E5M2 for gradients alone.
+    """Names of `fp8_format`, equal to the strings: E4M3, E5M2, or HYBRID, with E5M2 only for gradients.
 
     E2M1 is the element of NVFP4, which has no choice.
     """
@@ -72,7 +72,7 @@ class DelayedOptions:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DelayedScalingRequest(DelayedOptions):
-    """What a factory returns for a slot whose scale follows from the amaxes of earlier steps."""
+    """A factory returns this for a slot whose scale follows from the amaxes of earlier steps."""
 
     def quantizer(self, role: QuantizerRole | None) -> Quantizer:
         """Both planes in the element of the role."""

@@ -78,7 +78,7 @@ def _as_recipe(value: Recipe | Schedule, where: str) -> Recipe:
 
 
 class _Loading:
-    """One load: each file that others refer to is read once, however many do."""
+    """One load. A file is read once, even if several others refer to it."""
 
     def __init__(self) -> None:
         self._files: dict[str, Recipe | Schedule] = {}

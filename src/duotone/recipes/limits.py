@@ -21,13 +21,13 @@ def is_list(value: object) -> TypeGuard[list[Any]]:
 
 FILE_BYTES = 2**20
 TEXT = 1024
-"""Characters of one text."""
+"""The most characters of one text."""
 
 DEPTH = 32
-"""Tables and lists inside of each other."""
+"""The deepest nesting of tables and lists."""
 
 BASES = 16
-"""Recipes below a recipe, each the base of the one before. The same for files that refer to each other."""
+"""The longest chain of recipes, each the base of the one before, and of files that refer to each other."""
 
 RULES, PHASES = 4096, 1024
 INTEGER = 2**63 - 1
@@ -36,7 +36,7 @@ PRINTABLE = 10**4000
 """Python prints no integer of more than 4300 digits, so no message could show it."""
 
 LONG_NUMBER = re.compile(r"[0-9_]{4300}")
-"""What Python reads no integer from."""
+"""Python reads no integer from these texts."""
 
 MESSAGE = 1000
 

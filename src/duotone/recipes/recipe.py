@@ -24,7 +24,7 @@ RecipeLike = Union["Recipe", str, Path]
 
 OVERRIDES = (None, "high_precision", "dequantized")
 MEASURED = "measured"
-"""What `min_weight_elements` is for the entries of `duotone.dispatch.target`."""
+"""The value of `min_weight_elements` that stands for the entries of `duotone.dispatch.target`."""
 
 
 RENAMED = {"min_gemm_work": "min_weight_elements", "square_wgrad_input": "wgrad_input_128x128"}
@@ -32,7 +32,7 @@ RENAMED = {"min_gemm_work": "min_weight_elements", "square_wgrad_input": "wgrad_
 
 
 class RecipeClass(type):
-    """Checks the arguments of a recipe before its constructor takes them, and renames old ones."""
+    """Checks the arguments of a recipe before its constructor gets them, and renames old ones."""
 
     def __call__(cls: type[T], *args: object, **options: object) -> T:
         if "__dataclass_params__" in vars(cls):
@@ -60,18 +60,19 @@ class Recipe(metaclass=RecipeClass):
     - `fp8_dpa`: the products of attention take the formats of the roles of module type "dpa". `fp8_mha`: so do the
       tensors at its boundaries.
     - `dpa_center_keys`: attention in low precision subtracts from keys their mean over all tokens. `dpa_rotate`: it
-      turns query and key by a Hadamard matrix. Both change nothing in exact arithmetic, and quantize with less error.
+      multiplies query and key by a Hadamard matrix. In exact arithmetic neither changes the result, and both lower the
+      error of quantization.
     - `evaluation`: the recipe of modules whose `training` is False. None: this one.
     - `fprop_fast_accum`, `dgrad_fast_accum`, `wgrad_fast_accum`: an FP8 product may use a faster accumulator of fewer
       bits.
-    - `min_weight_elements`: linears with a smaller weight (K x N elements) stay in high precision where their products
-      would run natively. "measured" takes what was measured on such a device; 0 is off.
-    - `dpa_min_tokens`: attention of fewer queries stays in high precision where it would run natively. "measured" takes
-      what is faster on such a device under `fp8_dpa`, unless `strict` or `fp8_mha` demand FP8; 0 is off.
+    - `min_weight_elements`: linears with a smaller weight (K x N elements) stay in high precision if their products
+      would run natively. "measured" takes the measured number for the device; 0 is off.
+    - `dpa_min_tokens`: attention of fewer queries stays in high precision if it would run natively. "measured" takes
+      what is faster on the device under `fp8_dpa`, unless `strict` or `fp8_mha` demand FP8; 0 is off.
     - `recompute_columnwise`: backward encodes columnwise planes again, from tensors that are in memory anyway. This
       concerns weights and the outputs of norms and activations. Less memory, the same bits, one more cast for each.
-    - `propagate_nonfinite`: a result is non-finite where it would be in high precision because of a NaN or an infinity
-      in an operand. Without it, some formats hide such elements, as Transformer Engine does.
+    - `propagate_nonfinite`: if a NaN or an infinity in an operand makes a result non-finite in high precision, it is
+      non-finite here too. Without it, some formats hide such elements, as Transformer Engine does.
     """
 
     strict: bool = False
@@ -128,7 +129,7 @@ class Recipe(metaclass=RecipeClass):
 
     @property
     def name(self) -> str:
-        """The kind, and the fields that are not as the kind has them; not `strict`, which changes no result."""
+        """The kind, and the fields that differ from the defaults of the kind, except `strict`: it changes no result."""
         values = {f: getattr(self, f.name) for f in fields(self) if f.default is not MISSING and f.name != "strict"}
         changed = {f.name: value for f, value in values.items() if value != f.default}
         text = ", ".join(f"{name} = {getattr(value, 'name', plain(value))}" for name, value in changed.items())

@@ -1,4 +1,4 @@
-"""What a tensor is to the module that consumes it."""
+"""Roles: what a tensor is to the module that consumes it."""
 
 from dataclasses import dataclass, replace
 
@@ -9,7 +9,7 @@ from duotone.errors import RecipeError
 class QuantizerRole:
     """`module_type` such as "linear", `tensor_type` "input", "weight" or "grad_output", `name` the module's full name.
 
-    An empty field is no signal.
+    An empty field says nothing.
     """
 
     module_type: str = ""
@@ -23,7 +23,7 @@ class QuantizerRole:
 
 @dataclass(frozen=True)
 class Site:
-    """Where the module of a role stands: what rules may ask besides the role itself.
+    """The place of the module of a role, and what else rules may ask besides the role.
 
     `layer` is its index in the outermost numbered stack of modules that holds it, `layers` the length of that stack;
     `shape` is its weight's, (out, in). None is not known, or not in a stack. `named` says whether the role's name is
@@ -67,7 +67,7 @@ GEMM_OF_PLANE = {plane: gemm for gemm, planes in PLANES_OF_GEMM.items() for plan
 
 
 def in_slot(role: QuantizerRole | None, slot: QuantizerRole | None) -> QuantizerRole:
-    """The role of a tensor in a module's `slot`: of the slot's tensor type where it names none that a linear has."""
+    """The role of a tensor in a module's `slot`. If it names no tensor of a linear, it gets the slot's tensor type."""
     if role is None or slot is None:
         return role or QuantizerRole(tensor_type=slot.tensor_type if slot else "")
     is_of_linear = role.tensor_type in (*SLOTS["forward"], *SLOTS["backward"])

@@ -28,7 +28,7 @@ BY_PLACE = ("module", "module_regex", "layer")
 SIZES = ("out_features", "in_features")
 """In the order of the weight's shape."""
 ATTENTION_FIELDS = ("fp8_dpa", "fp8_mha")
-"""What a recipe of rules asks its base for: see `asks_for`."""
+"""The request of a recipe of rules to its base: see `asks_for`."""
 
 Subject = tuple[QuantizerRole | None, Site]
 
@@ -133,7 +133,7 @@ class Rule:
         )
 
     def _asks_for_end(self, name: str) -> bool:
-        """Whether `module` is "*" and an end of names that lies within what a module without a place knows."""
+        """Whether `module` is "*" and an end of names. A module without a place knows only the end of its name."""
         end, end_of_name = (self.module or "*")[1:], name[name.find(".") :] if "." in name else ""
         return self.module == f"*{end}" and 0 < len(end) <= len(end_of_name) and not set(end) & set("*?[")
 
@@ -239,7 +239,7 @@ class RuleRecipe(Recipe):
         return Quantizer()
 
     def attention_quantizer(self, role: QuantizerRole, site: Site = ANYWHERE) -> Quantizer:
-        """What a rule or the base gives the role. Strict rules without a word on attention leave it as it is."""
+        """The quantizer of a rule or the base. Strict rules that do not name attention leave it in high precision."""
         quantizer = first_match(self.rules, role, site, self.history)
         return quantizer or (Quantizer() if self.base is None else self.base.attention_quantizer(role, site))
 

@@ -1,4 +1,4 @@
-"""QuantizeContext: what a quantize needs besides the tensor. Callers pass it, and no quantizer keeps it."""
+"""QuantizeContext: the arguments of a quantize besides the tensor. Callers pass it, and no quantizer keeps it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Slot:
         return f"{type(self).__name__}()"
 
     def fixed(self) -> "Slot":
-        """The slot with the scale that it has now, to encode the same tensor again. Records nothing."""
+        """The slot with its present scale, to encode the same tensor again. Records nothing."""
         return self
 
     def serves(self, other: "Slot | None") -> bool:
@@ -34,7 +34,7 @@ class Slot:
         """Take the next scale from the next tensor, unless a step of training has used the slot."""
 
     def events(self) -> tuple[int, int]:
-        """How many amaxes so far did not enter the history because they were not finite, and how many were clamped."""
+        """How many amaxes so far were not finite and did not enter the history, and how many were clamped."""
         return 0, 0
 
     def scale_for(self, x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Slot:
         raise NotImplementedError
 
     def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Like `scale_for`, but the cast records the amax: it raises the second result, its int32 bits (1,), if any."""
+        """Like `scale_for`, but the cast records the amax, into its int32 bits (1,), the second result, unless None."""
         return self.scale_for(x), None
 
     def upcoming(self, amax: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class Slot:
         raise NotImplementedError
 
     def record(self, amax: Tensor) -> None:
-        """What a cast of a tensor with this amax, fp32 (1,), records in the mode of the call."""
+        """Record what a cast of a tensor with this amax, fp32 (1,), records in the mode of the call."""
         raise NotImplementedError
 
     def place_each(
@@ -66,7 +66,7 @@ class Slot:
     def cast_produced(
         self, what: str, inputs: Sequence[Tensor | None], eps: float, row: str, col: str, propagate: bool
     ) -> list[Tensor]:
-        """In traced code: as `dispatch.produced_ops.produced_planes`."""
+        """In traced code: like `dispatch.produced_ops.produced_planes`."""
         raise NotImplementedError
 
 
@@ -90,7 +90,7 @@ class QuantizeContext:
     - `traces_kernel`: traced code may call the kernel that casts both planes. The plan decides it, as a trace cannot.
     - `traced_formats`: names of the formats of which traced code may call the kernel that casts one plane.
     - `propagate`: elements that are not finite make the products that read them non-finite (see `Format.encode`).
-    - `typed`: codes have the dtype of their element where that saves the host time, and uint8 elsewhere.
+    - `typed`: codes have the dtype of their element if that saves host time, else uint8.
     - `nominal`: the dtype of the tensor that is written, and of the dequantized plane that another plane encodes; None
       means the dtype of the values.
     """
@@ -111,7 +111,7 @@ class QuantizeContext:
         return self._but(self.slots, seed)
 
     def fixed(self) -> "QuantizeContext":
-        """The context that encodes later as this one encodes now."""
+        """The context with which a later encode has the scales of an encode now."""
         row, col = self.slots
         if row is col is None:
             return self

@@ -1,7 +1,7 @@
-"""FSDP2's two hooks, generic over what each format declares of its buffers.
+"""FSDP2's two hooks. They are generic: each format declares its buffers.
 
-Planes travel in their wire form, those that the pass reads (`Gathers`). Scales that span the sharded rows are not
-gathered: all shards agree on them at each write. For this a shard knows its group from the moment it is sharded
+The planes that a pass reads (`Gathers`) travel in their wire form. Scales that span the sharded rows are not gathered:
+all shards agree on them at each write. For this a shard knows its group from the moment it is sharded
 (`tell_shards`).
 """
 
@@ -67,7 +67,7 @@ class ShardHooks(PlaneTensor):
 
     @_fsdp_flattened.setter
     def _fsdp_flattened(self, _: bool) -> None:
-        """FSDP1 marks parameters so whose memory it would take over."""
+        """FSDP1 sets this on parameters whose memory it takes over."""
         raise UserError(
             "FSDP1 takes no quantized parameters with use_orig_params=True; use fully_shard, which is FSDP2"
         )
@@ -85,7 +85,7 @@ class ShardHooks(PlaneTensor):
         *,
         out: PlaneTensor | None = None,
     ) -> tuple[PlaneTensor, tuple[Tensor, ...]] | None:
-        """The whole tensor over the gathered buffers. With `out`, refresh what the gather did not write there."""
+        """The whole tensor over the gathered buffers. With `out`, refresh its parts that the gather did not write."""
         shard, gathers = metadata
         self.gathers = gathers  # with CPU offload, `shard` is a copy
         gathers.find(self)
@@ -116,14 +116,14 @@ def tell_shards(parameters: Iterable[Tensor | None]) -> None:
         if shard is parameter or not isinstance(shard, ShardHooks):
             continue
         holder = cast("DTensor", parameter)
-        if shard.context.shard is None or holder.device_mesh.ndim > 1:  # else told before, or of `parallelize_module`
+        if shard.context.shard is None or holder.device_mesh.ndim > 1:  # others know it already
             shard.context = replace(shard.context, shard=_sharded(holder, shard) or shard.context.shard)
 
 
 def shard_context(holder: "DTensor", formats: Sequence[Format | None]) -> ShardContext | None:
     """The ranks that have to agree on scales of these formats. None if each rank has the whole tensor.
 
-    Where ranks cut rows and others columns, scales of whole rows or columns are those of the first that cut.
+    If some ranks cut rows and others columns, the first cut decides for scales of whole rows or columns.
     """
     mesh, cuts = holder.device_mesh, cuts_of(holder)
     alike = all(spans(fmt, 0) == spans(fmt, 1) for fmt in formats if fmt is not None)
@@ -132,12 +132,12 @@ def shard_context(holder: "DTensor", formats: Sequence[Format | None]) -> ShardC
     if len(cuts) < 2:
         return ShardContext(mesh.get_group(cuts[0][0]).group_name, cuts[0][1]) if cuts else None
     names = mesh.mesh_dim_names
-    assert names is not None  # FSDP2 asks for them
+    assert names is not None  # only FSDP2 sets them
     return ShardContext(mesh[tuple(names[at] for at, _ in cuts)]._flatten().get_group().group_name)
 
 
 def cuts_of(holder: "DTensor") -> list[tuple[int, int]]:
-    """The dimensions of the mesh that cut, each with that of the tensor."""
+    """The dimensions of the mesh that cut the tensor, each with the dimension of the tensor that it cuts."""
     return [(at, each.dim) for at, each in enumerate(holder.placements) if not each.is_replicate()]  # type: ignore
 
 

@@ -49,15 +49,15 @@ class Gathers:
     """
 
     states: "type[TrainingState]"
-    """torch's enum, once there is a group."""
+    """torch's enum, set as soon as a group exists."""
 
     def __init__(self, formats: tuple[Format | None, Format | None], derives: bool) -> None:
         self.formats, self.derives = formats, derives
         self._param: weakref.ref[FSDPParam] | None = None
         self._group: weakref.ref[FSDPParamGroup] | None = None
-        """Weak, because a view in C++ leads from them back to the shard, where no garbage collector looks."""
+        """Weak references: they lead back to the shard through a view in C++, which no garbage collector follows."""
         self.rows: int | None = None
-        """The rows of the tensor if the pieces of all ranks together have more."""
+        """The rows of the tensor, if the pieces of all ranks have more in all."""
         self.amaxes: tuple[Tensor | None, Tensor | None] = None, None
         """For planes of delayed scales: what each forward records, fp32 (1,)."""
         self.keeps_rowwise = False
@@ -65,11 +65,11 @@ class Gathers:
         self.sent = self.valid = BOTH
         """The planes that the last gather sent, and the planes that hold values now."""
         self.shard = self.whole = NOTHING
-        """This rank's parts that do not travel, alive until their copies are done, and the planes of all ranks."""
+        """This rank's parts that do not travel, which live until they are copied, and the planes of all ranks."""
         self.source: object = None
-        """What a forward sent last, in formats whose backward sends it again."""
+        """The source of the scales that the last forward sent, in formats whose backward sends again."""
         self.wires: tuple[list[Tensor], list[Tensor]] = [], []
-        """The flat buffers in which each plane arrives. FSDP2 makes those of the first gather."""
+        """The flat buffers in which each plane arrives. FSDP2 allocates those of the first gather."""
         self.names: dict[int, list[str]] = {}
         """The parts of each plane that travel."""
         self.derived: list[Tensor] = []
@@ -117,7 +117,7 @@ class Gathers:
         self.shard = row, col = encode(BOTH if is_first or self.count == 1 else self.sent)
         self.is_repeated = self.derives and source is not None and source is self.source
         self.source = None if self.is_backward else source
-        if self.count == 1:  # the shard is the whole, and FSDP2 would copy its first buffer alone
+        if self.count == 1:  # the shard is the whole tensor, and FSDP2 would only copy its first buffer
             return (torch.empty(0, dtype=torch.uint8, device=_codes(self.shard).device),)
         if self.param is not None and not is_first:
             of_row, of_col = self.wires
@@ -130,7 +130,7 @@ class Gathers:
         return tuple(sent)
 
     def _staying(self, plane: Plane | None, dim: int) -> Plane | None:
-        """The plane without the parts that travel, whose memory is free as soon as they are sent."""
+        """The plane without the parts that travel. Their memory is free as soon as they are sent."""
         if plane is None or dim not in self.names:
             return plane
         parts = {name: part for name, part in plane.parts.items() if name not in self.names[dim]}
@@ -241,7 +241,7 @@ class Gathers:
                 slot.record(amax)
 
     def readable(self, planes: Planes, usage: Usage) -> Planes:
-        """The planes. Those of `usage` that the last gather did not send are gathered now: every rank has to ask."""
+        """The planes. Those of `usage` that the last gather did not send are gathered now, by all ranks."""
         read = list(planes)
         for dim, (needs, valid) in enumerate(zip(usage, self.valid, strict=True)):
             if needs and not valid and planes[dim] is not None and planes[dim] is self.whole[dim]:

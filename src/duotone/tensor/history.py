@@ -12,7 +12,7 @@ LARGEST_MARGIN = 16
 """At margin 16 the amax maps to the third smallest magnitude of E4M3. At -16 all but the smallest values saturate."""
 
 LONGEST = 2**20
-"""In steps. Every slot of every module has a history, so more would take gigabytes."""
+"""The longest history in steps. Every slot of every module has one, so more would take gigabytes."""
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,7 @@ def _like(
 
 @_op(aten.new_zeros.default)
 def _new_zeros(t: QuantizedTensor, size: Sequence[int], **options: Any) -> Tensor:
-    """FSDP2 makes shards like this, which nobody multiplies: a columnwise plane that can be a view takes no memory."""
+    """FSDP2 creates shards by this. Nobody multiplies them, so a columnwise plane is a view if possible."""
     zeros = _like(t, size, make=torch.zeros, **options)
     if isinstance(zeros, QuantizedTensor) and zeros.derives_columnwise:
         col = zeros.planes.rowwise and zeros.planes.rowwise.transposed()

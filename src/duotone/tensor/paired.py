@@ -1,4 +1,4 @@
-"""PairedQuantizer: two quantizers, one for each direction, for those that are more than a format."""
+"""PairedQuantizer: two quantizers, one for each direction, for quantizers that are more than a format."""
 
 from dataclasses import dataclass
 

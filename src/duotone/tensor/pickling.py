@@ -36,7 +36,7 @@ def _plane(pickled: object) -> Plane | None:
     buffers = {part: buffer for part, buffer in parts.items() if type(buffer) is Tensor}
     fits = expected == {part: (tuple(b.shape), b.dtype, b.layout) for part, b in buffers.items()}
     one_device = len({buffer.device for buffer in buffers.values()}) == 1
-    # A write into a buffer that overlaps itself would change what it wrote before.
+    # A write into a buffer that overlaps itself would change values that it wrote before.
     overlapping = fmt.scale_codec is not ScaleCodec.NONE and any(map(_overlaps, buffers.values()))
     if not fits or len(buffers) != len(parts) or not one_device or overlapping:
         size = f"{rows} x {cols}"
@@ -55,7 +55,7 @@ def _overlaps(buffer: Tensor) -> bool:
 
 
 def _is_tuple(value: object, count: int) -> TypeGuard[tuple[object, ...]]:
-    """Whether a pickled value is a tuple of so many."""
+    """Whether a pickled value is a tuple of `count` values."""
     return isinstance(value, tuple) and len(cast("tuple[object, ...]", value)) == count
 
 

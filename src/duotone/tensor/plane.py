@@ -80,12 +80,12 @@ class Plane:
         if parts is None:
             return None
         if parts["codes"].shape != self.parts["codes"].shape[::-1]:
-            # The codes are a packed copy. So nothing else may be shared, or a write of one plane would harm the other.
+            # The codes are a packed copy. If other parts were shared, a write of one plane would damage the other.
             parts = {name: part.clone() if part is self.parts[name] else part for name, part in parts.items()}
         return Plane(self.format, parts, (self.shape[1], self.shape[0]))
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """What a GEMM multiplies, (rows, cols or its padded length): rotated for Hadamard formats."""
+        """The values that a GEMM multiplies, (rows, cols or its padded length): rotated for Hadamard formats."""
         codes = self.parts["codes"]
         values = decoded(self.format, self.parts, dtype, scaled=True) if codes.is_cuda else None
         return self.format.decode(self.parts, dtype, stages_for(codes)) if values is None else values
@@ -134,7 +134,7 @@ class Plane:
         for name, part in self.parts.items():
             new = other.parts[name]
             if new.dtype is torch.uint8 is not part.dtype:  # this plane's codes have the dtype of their element
-                part = part.view(torch.uint8)  # no view else: a graph could not write it
+                part = part.view(torch.uint8)  # otherwise no view: a graph could not write it
             part.copy_(new if keep is None else torch.where(keep, part, new))
 
 
@@ -221,7 +221,7 @@ def encode_once(
 
 
 def encode_over(planes: Planes, x: Tensor, ctx: QuantizeContext, noop: Tensor) -> bool:
-    """Encode a CUDA matrix over its planes, unless `noop`, int32 (1,) there, is not 0. False if no kernel does so."""
+    """Encode a CUDA matrix over its planes, unless `noop`, int32 (1,) on it, is not 0. False if no kernel can."""
     row, col = planes
     if torch.compiler.is_dynamo_compiling() or planes.aliased or not x.is_cuda or ctx.shard is not None:
         return False

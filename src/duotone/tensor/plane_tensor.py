@@ -30,8 +30,9 @@ ENTRY = "_values_by_address"
 class PlaneTensor(Tensor):
     """Shape (*lead, K), held as a rowwise plane (M, K) and a columnwise plane (K, M). Either may be absent.
 
-    The shape may be any view of (M, K). `quantizer` and `context` describe the next write: a shard has its group there,
-    delayed scaling its slots. The context is never pickled. `is_piece`: the planes view a part of another tensor's.
+    The shape may be any view of (M, K). `quantizer` and `context` describe the next write. The context holds the group
+    of a shard and the slots of delayed scaling. It is never pickled. `is_piece`: the planes are views of a part of
+    another tensor's planes.
     """
 
     _rowwise: Plane | None
@@ -40,7 +41,7 @@ class PlaneTensor(Tensor):
     context: QuantizeContext
     is_piece: bool
     gathers: "Gathers | None" = None
-    """The gathers of a shard of FSDP2, or of the whole tensor that they give."""
+    """The gathers of a shard of FSDP2, or of the whole tensor that they return."""
 
     def __new__(
         cls,
@@ -91,7 +92,7 @@ class PlaneTensor(Tensor):
         return self.planes.aliased or (row is not None and row == col and self.quantizer.derives_columnwise)
 
     def get_usages(self) -> dict[str, bool]:
-        """Which planes the tensor holds, whatever its quantizer makes."""
+        """The planes that the tensor holds. Its quantizer may compute others."""
         return {"rowwise": self._rowwise is not None, "columnwise": self._columnwise is not None}
 
     def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
@@ -249,7 +250,7 @@ def unshared(value: T) -> T | Tensor:
 def mark_entry(t: Tensor | None) -> None:
     """Let code that reads memory at an address, as safetensors does, find the values of a quantized tensor there.
 
-    Other tensors stay as they are, and parameters have no address: what other code writes there would be lost.
+    Other tensors do not change. Parameters have no address, because writes of other code to it would be lost.
     """
     if isinstance(t, PlaneTensor) and not isinstance(t, nn.Parameter):
         vars(t)[ENTRY] = None

@@ -49,7 +49,7 @@ class QuantizedTensor(ShardHooks, Writes):  # pyright: ignore[reportIncompatible
 
     @property
     def traced_words(self) -> str:
-        """`Quantizer.words` of a tensor that a graph makes, of which a trace reads strings and no objects; else ""."""
+        """`Quantizer.words` of a tensor that a graph creates: a trace reads strings, but no objects. "" otherwise."""
         if not any(isinstance(part, FakeTensor) for part in self.parts):
             return ""
         row, col = self.formats
@@ -64,7 +64,7 @@ class QuantizedTensor(ShardHooks, Writes):  # pyright: ignore[reportIncompatible
             assert isinstance(other, QuantizedTensor)
         other.context, other.gathers = LOCAL, None
         memo[id(self)] = other
-        # The copy counts no writes, so the initial value of a tensor that was written must not look current on it.
+        # The copy has no writes, so it must not take the initial value of a written tensor.
         stale: set[str] = {INIT_VALUE} if self.is_inference() or self._version else set()
         for name in vars(self).keys() - vars(other).keys() - stale:
             setattr(other, name, copy.deepcopy(vars(self)[name], memo))

@@ -28,7 +28,7 @@ SOURCES = ("original", "rowwise_dequantized")
 
 @dataclass(frozen=True)
 class Quantizer:
-    """`rowwise` encodes x, `columnwise` its transpose. A direction that is None is never made.
+    """`rowwise` encodes x, `columnwise` its transpose. A direction that is None is never encoded.
 
     `columnwise_source` is what the columnwise plane encodes: "original", or "rowwise_dequantized", with which backward
     differentiates the function that forward computed. `history` holds the parameters of delayed directions.
@@ -128,7 +128,7 @@ class Quantizer:
     def _linked(self, planes: Planes) -> Planes:
         """In a graph, planes of which the rowwise one depends on the delayed scale of the columnwise one.
 
-        Else a partitioner moves that scale to the backward, where it is a later one and no amax is recorded.
+        Otherwise a partitioner moves that scale to the backward: a later scale, under which no amax is recorded.
         """
         row, col = planes
         if row is None or col is None or not torch.compiler.is_dynamo_compiling() or not self.delayed[1]:

@@ -31,7 +31,7 @@ class AskingShard(ShardContext):
 
 @dataclass(frozen=True)
 class AnsweredShard(ShardContext):
-    """A shard that knows what the first amaxes are that it asks for. Later ones take a collective each."""
+    """A shard that has the answers for the first amaxes that an encode asks for. Each later one takes a collective."""
 
     answers: list[Tensor] = field(default_factory=list[Tensor])
 
@@ -44,7 +44,7 @@ class AnsweredShard(ShardContext):
 
 
 def ask(encode: Callable[[ShardContext], object], dim: int = 0) -> Tensor | None:
-    """The first amax of all shards along `dim` that an encode needs. None if it needs none, and is done."""
+    """The first amax of all shards along `dim` that an encode needs. None if it needs none."""
     try:
         encode(AskingShard("", dim))
     except AmaxNeeded as needed:

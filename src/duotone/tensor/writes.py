@@ -38,8 +38,8 @@ class Writes(PlaneTensor):
     ) -> Self:
         """Rewrite the held planes that `usage` names from a tensor of the same shape. Buffers keep their address.
 
-        A `noop_flag` (one element, on the device) that is not 0 leaves every byte and amax as it was. The tensor's
-        quantizer and context complete what is not given. The quantizer must make the formats that are held.
+        If `noop_flag` (one element, on the device) is not 0, no byte and no amax changes. The quantizer and the context
+        of the tensor complete missing arguments. The quantizer must have the formats of the tensor.
         """
         self._pending(source, noop_flag, quantizer or self.quantizer, usage)(ctx)
         return self
@@ -63,7 +63,7 @@ class Writes(PlaneTensor):
         dtype = torch.promote_types(values.dtype, self.dtype)  # codes are rounded once
         matrix = values.to(device=self.device, dtype=dtype).reshape(self.matrix_shape)
         if any(p is not None and same_memory(matrix, p.parts["codes"]) for p in self.planes):
-            matrix = matrix.clone()  # of an Identity plane: bytes are not copied onto themselves
+            matrix = matrix.clone()  # an Identity plane: bytes are not copied onto themselves
         keep = None if noop_flag is None else noop_flag.reshape(()) != 0
 
         def write(ctx: QuantizeContext) -> None:
@@ -81,14 +81,14 @@ class Writes(PlaneTensor):
         return write
 
     def count_write(self) -> None:
-        """Raise the versions of the buffers, which a backward in flight has saved. Below a dispatch no write does."""
+        """Raise the versions of the buffers: a later backward may have saved them. Writes below a dispatch do not."""
         parts = [part for part in self.planes.buffers if type(part) is Tensor and not part.is_inference()]
         torch.autograd.graph.increment_version(parts)
 
     def _encode_over(
         self, matrix: Tensor, usage: Usage, written: "Quantizer", ctx: QuantizeContext, keep: Tensor
     ) -> bool:
-        """Write the planes that are wanted by a kernel that looks at `keep` itself. False if there is none."""
+        """Write the planes of `usage` by a kernel that reads `keep` itself. False if there is no such kernel."""
         if not written.is_repeatable or written.columnwise_source != "original":
             return False
         row, col = (plane if wants else None for plane, wants in zip(self.planes, usage, strict=True))
@@ -97,7 +97,7 @@ class Writes(PlaneTensor):
         return same and encode_over(Planes(row, col), matrix, ctx, keep.to(torch.int32).reshape(1))
 
     def _take(self, fresh: Planes, keep: Tensor | None) -> None:
-        """Copy planes into those that are held. If `keep` is true on the device, no byte changes."""
+        """Copy planes over those of the tensor. If `keep` is true on the device, no byte changes."""
         planes = [*self.planes]
         for at, (plane, new) in enumerate(zip(self.planes, fresh, strict=True)):
             if plane is not None and new is not None:
@@ -204,7 +204,7 @@ class Writes(PlaneTensor):
             self.context = replace(self.context, slots=slots)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Write like any tensor, also if `index` names something that is read as a plain copy."""
+        """Write like any tensor, also if reading `index` gives a plain copy."""
         with torch.no_grad():
             piece = self[index]
         if isinstance(piece, Writes) and not piece.shares_scale:
@@ -309,7 +309,7 @@ AT_ONCE = 1 << 25
 def run_in_place(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """Run a writing operation on dequantized values and requantize every argument that it wrote.
 
-    Values and operands are fp32, so that what is encoded was rounded once. Random numbers are drawn in the nominal
+    Values and operands are fp32, so that encoded values are rounded once. Random numbers are drawn in the nominal
     dtype, and Identity planes compute in it. Long lists of tensors are written in parts.
     """
     targets = written_arguments(func, args, kwargs)
@@ -317,7 +317,7 @@ def run_in_place(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, 
         if isinstance(target, Writes):
             target.require_writable()
             target.restart_scales()
-            if func._schema.name.startswith("c10d::recv"):  # its work cannot be waited for twice
+            if func._schema.name.startswith("c10d::recv"):  # a second wait for the work would fail
                 raise UserError("recv cannot write into a quantized tensor: receive a plain one, then copy_ it")
     widens = torch.Tag.nondeterministic_seeded not in func.tags and func.namespace != COLLECTIVES
     result = None
