@@ -219,7 +219,23 @@ def test_many_layers_that_keep_weights_are_a_graph_for_each_flag() -> None:
 def test_what_keeps_tensors_between_calls_is_not_exported(given: dict) -> None:
     m = duotone.Linear(32, 32, delay_wgrad_compute=not given, recipe=recipes.load("mxfp8"))
     with pytest.raises(duotone.UserError, match="keep tensors between calls, and cannot be exported: leave them out"):
-        torch.export.export(m, (torch.randn(16, 32),), given, strict=False)
+        torch.export.export(m, (torch.randn(16, 32),), given, strict=bool(given))
+
+
+@pytest.mark.parametrize(("strict", "splits"), [(False, "tensor"), (True, "tensor"), (True, "list")])
+def test_experts_are_not_exported_unless_their_rows_are_constants(strict: bool, splits: str) -> None:
+    m, x = duotone.GroupedLinear(2, 32, 32, recipe=RECIPES["fp8-current"]), torch.randn(32, 32)
+    counts = [12, 20] if splits == "list" else torch.tensor([12, 20])
+    with torch.no_grad():
+        assert torch.equal(torch.export.export(m, (x, [12, 20])).module()(x, [12, 20]), m(x, [12, 20]))
+        with pytest.raises(duotone.UserError, match=r"experts only without strict=True and with row counts .* list"):
+            torch.export.export(m, (x, counts), strict=strict)
+
+
+def test_experts_with_a_router_are_not_exported() -> None:
+    m = duotone.convert(duotone.MoE(32, 32, 2, top_k=1), "fp8-current", ())
+    with torch.no_grad(), pytest.raises(duotone.UserError, match=r"experts only without strict=True"):
+        torch.export.export(m, (torch.randn(32, 32),))
 
 
 @pytest.mark.parametrize("strict", [False, True])

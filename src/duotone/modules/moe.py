@@ -66,7 +66,7 @@ class Routing(Rows):
     @property
     def checked(self) -> Tensor | tuple[int, ...]:
         """The rows of each expert, for code on the host that refuses choices of unknown experts."""
-        if not torch.compiler.is_dynamo_compiling():
+        if not torch.compiler.is_dynamo_compiling() and not torch.compiler._is_exporting_flag:
             return self.splits
         strange = (self.chosen < 0) | (self.chosen >= self.experts)
         return self.count().masked_fill(strange.any(), -1).cpu()

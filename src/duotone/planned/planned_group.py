@@ -14,6 +14,7 @@ from duotone.linear.sink import GRADIENT
 from duotone.pipeline.op import TensorInfo, require_fit
 from duotone.pipeline.stage import Stage
 from duotone.planned.planned import Planned, holds_codes
+from duotone.planned.traced_stages import refuse_export
 from duotone.recipes.roles import QuantizerRole
 from duotone.state import seeds
 from duotone.tensor import QuantizedTensor, Quantizer
@@ -21,6 +22,10 @@ from duotone.tensor.quantizer import quantizer_of
 
 Splits = Rows | Tensor | Sequence[int]
 """The rows of each linear."""
+EXPORTED = (
+    "torch.export follows experts only without strict=True and with row counts that are a list of integers; "
+    "models of transformers export after duotone.revert(model)"
+)
 
 
 class PlannedGroup(Planned):
@@ -77,6 +82,8 @@ class PlannedGroup(Planned):
         out = weights[0].shape[0]
         stage = self.plans.stage(signal, any([w.requires_grad for w in weights]), self._quantizer_of(weights))
         compiling = torch.compiler.is_dynamo_compiling()
+        if compiling and torch.compiler._is_exporting_flag:
+            refuse_export(f"{self.module_name}: {EXPORTED}")
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute or compiling:
             stage = self.plans.variant(stage, is_first_microbatch)
         trained = any(p is not None and p.requires_grad for p in (*weights, *biases))
@@ -111,6 +118,8 @@ class PlannedGroup(Planned):
 
     def accept(self, stage: GroupedStage, signal: TensorInfo, extra: Sequence[Splits]) -> Sequence[Splits]:
         (splits,) = extra
+        if torch.compiler._is_exporting_flag and not isinstance(splits, list | tuple):
+            refuse_export(f"{self.module_name}: {EXPORTED}")
         if torch.compiler.is_dynamo_compiling():  # the op checks them
             splits = splits.count() if isinstance(splits, Rows) else splits
             return (splits.detach() if isinstance(splits, Tensor) else splits,)  # Dynamo takes no tensor twice

@@ -358,7 +358,7 @@ class Planner:
         """The stage with the module's caches and sinks. MissingPlaneError if a `main_grad` is missing."""
         module = self.module
         if torch.compiler._is_exporting_flag:  # torch 2.11 takes every trace for an export by the public name
-            raise UserError(f"{module.module_name}: {KEEPS}, and cannot be exported: leave them out")
+            traced_stages.refuse_export(f"{module.module_name}: {KEEPS}, and cannot be exported: leave them out")
         if first is not None and any(map(records_amaxes, module.weights)):
             raise UserError(
                 f"{module.module_name}: under delayed scaling gather_quantized encodes a weight for each microbatch; "

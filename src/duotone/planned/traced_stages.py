@@ -340,6 +340,12 @@ def refuse_amaxes() -> None:
 
 
 @constant_in_traces
+def refuse_export(why: str) -> None:
+    """UserError in a trace of torch.export, also with strict=True."""
+    raise UserError(why)
+
+
+@constant_in_traces
 def refuse_recompute() -> None:
     """UserError in a trace that recomputes, for which FSDP2 has gathered another plane than forward reads."""
     raise UserError(
