@@ -101,6 +101,8 @@ def state_of(
                 state.load_state_dict(saved)
         module._modules[name] = state
     assert isinstance(state, DelayedState)
+    if state.scale.is_meta:  # a checkpoint without states was assigned to a model on meta
+        state.to_empty(device=device)
     state.name = f"{name_on_all_ranks(module)}.{name}".removeprefix(".")
     state.adopt(history)
     return state
@@ -144,7 +146,7 @@ def prepare_load(module: "Planned", state_dict: dict[str, Tensor], prefix: str) 
     state, start = module._modules.get(FORWARD_STATE), f"{prefix}{FORWARD_STATE}."
     if not isinstance(state, DelayedState):
         return
-    if has_scale := f"{start}scale" in state_dict:
+    if (has_scale := f"{start}scale" in state_dict) and not state.scale.is_meta:
         state._load_from_state_dict(state_dict, start, {}, False, [], [], [])
     for name, parameter in module._parameters.items():
         if parameter is None or not isinstance(weight := shard_of(parameter), QuantizedTensor):

@@ -232,6 +232,9 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
             self.plans.forget_stages()  # so that the first draw is seen
         quantized = self.weight_held
         super()._load_from_state_dict(state_dict, prefix, *args)
+        seed = self._buffers.get(seeds.BUFFER)
+        if seed is not None and seed.is_meta and not self.weight.is_meta:  # assign=True gave the module its memory
+            self._buffers[seeds.BUFFER] = seeds.initial_seed(self.module_name).to(self.weight.device)
         if quantized is not None and self.weight_held is None:
             text = "a load with assign=True put plain weights in place of quantized ones"
             warnings.warn(f"{text}; load without it into a model with memory (to_empty) to encode them", stacklevel=2)

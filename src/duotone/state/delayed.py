@@ -215,6 +215,8 @@ class DelayedState(nn.Module):
             state_dict[key] = history.resized(saved, self.amax_history.shape[0])
         self._new, self.step.is_first = None, self.step.is_first and saved is None
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, [], unexpected, errors)
+        if self.events.is_meta and not self.scale.is_meta:  # assign=True gave the state its memory
+            self.events = torch.zeros_like(self.events, device=self.scale.device)
 
 
 STATES: Numbered[DelayedState] = Numbered()
