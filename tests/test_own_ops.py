@@ -15,8 +15,6 @@ SEED = torch.tensor([5])
 PLAIN: dict[str, tuple[Any, ...]] = {
     "take_seed": (SEED.clone(), 2),
     "take_seed_once": (SEED.clone(), 2),
-    "upcoming_seed": (SEED.clone(), 2),
-    "upcoming_seed_once": (SEED.clone(), 2),
     "crop": (torch.randn(40, 48), 33, 40),
     "codes_of": (torch.randn(2, 1, 4, 32), torch.rand(2, 1, 4, 1), None, "e2m1", False),
     "values_of": (torch.randint(8, (2, 1, 4, 32), dtype=torch.uint8), torch.rand(2, 1, 4, 1), "e2m1", torch.bfloat16),

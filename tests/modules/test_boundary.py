@@ -1,6 +1,8 @@
 """Quantized outputs and input gradients, in the formats of the consumer whose role is set."""
 
+import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -200,6 +202,25 @@ def test_boundaries_are_part_of_one_graph_with_the_bits_of_eager(name) -> None:
         x = torch.randn(2, 32, 64)
         expected = step(lambda x: eager[1](eager[0](x, fp8_output=True), fp8_grad=True), eager, x)
         assert all(map(torch.equal, step(run, compiled, x), expected))
+
+
+@pytest.mark.filterwarnings("ignore:.*a consumer that is not known:UserWarning")
+def test_boundaries_in_a_checkpoint_of_a_graph_keep_the_seeds_of_their_forwards() -> None:
+    """Two forwards wait for their backwards. Nobody named the consumer, which the trace of a checkpoint tells, too."""
+    eager = duotone.Linear(64, 32, recipe=recipes.load("nvfp4"), name="a")
+    compiled = copy.deepcopy(eager)
+
+    def step(m, how):
+        generator = torch.Generator().manual_seed(1)
+        leaves = [torch.randn(32, 64, generator=generator).requires_grad_() for _ in range(2)]
+        run = how(lambda x: checkpoint(lambda t: m(t, fp8_grad=True), x, use_reentrant=False))
+        for loss in [run(leaf).square().sum() for leaf in leaves]:
+            loss.backward()
+        return [*[leaf.grad for leaf in leaves], *[p.grad for p in m.parameters()], m.duotone_seed]
+
+    torch._dynamo.reset()
+    got = step(compiled, partial(torch.compile, backend="aot_eager", fullgraph=True))
+    assert all(map(torch.equal, got, step(eager, lambda body: body)))
 
 
 def test_a_graph_reads_a_quantized_input_in_its_formats() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
 from duotone.linear.plan import LinearPlan
+from duotone.numbered import constant_in_traces
 from duotone.pipeline.autograd import Outputs, Refused, with_gradient
 from duotone.pipeline.op import Op, info_of, is_distributed, run
 from duotone.planned.planned import Planned
@@ -20,6 +21,14 @@ from duotone.tensor.quantizer import Quantizer
 
 BOUNDARY = 1 << 62
 """From the seeds of a forward's own operands to those of its boundary slots."""
+
+
+@constant_in_traces
+def _warn_of_unknown(name: str, slot: str) -> None:
+    """Also in the trace of a checkpoint, where Dynamo follows no warning."""
+    warnings.warn(
+        f"{name}: the {slot} is quantized for a consumer that is not known; set {slot}_quantizer_role", stacklevel=6
+    )
 
 
 def run_with_boundary(
@@ -39,8 +48,7 @@ def run_with_boundary(
         (fp8_grad, module.grad_input_quantizer_role, "grad_input"),
     ):
         if quantizes and role is None:
-            message = f"{module.module_name}: the {slot} is quantized for a consumer that is not known; set "
-            warnings.warn(f"{message}{slot}_quantizer_role", stacklevel=5)
+            _warn_of_unknown(module.module_name, slot)
     signal = info_of(x, module)
     for op in ops:  # refuses a bad input before anything happens
         stage, signal, *_ = op.link(signal, first)

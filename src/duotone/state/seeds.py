@@ -7,7 +7,7 @@ buffer; the taken value travels to backward.
 
 import hashlib
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,8 @@ def take(buffer: Tensor, count: int) -> Tensor:
 
 def upcoming(buffer: Tensor, count: int) -> Tensor:
     """The seed that the next `take` of `count` returns. Nothing advances."""
-    if torch.compiler.is_dynamo_compiling():
-        return torch.ops.duotone.upcoming_seed_once(buffer, count)
+    if torch.compiler.is_dynamo_compiling():  # a write, though of nothing, stays in the forward of the graph
+        return torch.ops.duotone.take_seed_once(buffer, 0)
     return _again(("seed", id(buffer)), advances=False) if in_backward() else buffer.clone()
 
 
@@ -71,28 +71,18 @@ def _take_seed(buffer: Tensor, count: int) -> Tensor:
     return seed
 
 
-def _upcoming_seed(buffer: Tensor, count: int) -> Tensor:
-    return _again("compiled", advances=False).clone() if in_backward() else buffer.clone()
-
-
 def _empty_seed(buffer: Tensor, count: int) -> Tensor:
     return torch.empty_like(buffer)
 
 
-def _once(op: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
-    """The op as a trace calls it: a checkpoint in the graph does not run it again, so its backward has this seed."""
-
-    def run(buffer: Tensor, count: int) -> Tensor:
-        with torch_private.saved_in_graphs():
-            return op(buffer, count)
-
-    return run
+def _take_seed_once(buffer: Tensor, count: int) -> Tensor:
+    """As a trace calls it: a checkpoint in the graph does not run it again, so its backward has this seed."""
+    with torch_private.saved_in_graphs():
+        return torch.ops.duotone.take_seed(buffer, count)
 
 
 define_op("take_seed(Tensor(a!) buffer, int count) -> Tensor", _take_seed, _empty_seed)
-define_op("upcoming_seed(Tensor buffer, int count) -> Tensor", _upcoming_seed, _empty_seed)
-define_op("take_seed_once(Tensor(a!) buffer, int count) -> Tensor", _once(torch.ops.duotone.take_seed))
-define_op("upcoming_seed_once(Tensor buffer, int count) -> Tensor", _once(torch.ops.duotone.upcoming_seed))
+define_op("take_seed_once(Tensor(a!) buffer, int count) -> Tensor", _take_seed_once)
 
 
 def rng_state(model: nn.Module) -> dict[str, Tensor]:
