@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39860
+LIBRARY_LINES = 39866
 TOOL_LINES = 7953
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -40,12 +40,12 @@ BUDGETS = {
     "ops": (1463, 0, 0),
     "optim": (855, 3, 0),
     "package": (348, 1, 0),
-    "pipeline": (1602, 15, 0),
-    "planned": (3434, 16, 0),
+    "pipeline": (1606, 15, 0),
+    "planned": (3446, 16, 0),
     "recipes": (2017, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1435, 0, 0),
-    "state": (1906, 11, 0),
+    "state": (1896, 11, 0),
     "tensor": (2888, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

@@ -217,6 +217,15 @@ def test_a_reentrant_checkpoint_around_plain_compiled_layers_advances_seeds_and_
     same_as_eager(linears(name), [checkpointed] * 3, graphs=3, backend="eager")
 
 
+def test_compiled_code_that_should_calibrate_is_one_line() -> None:
+    """It would compute in high precision and record nothing."""
+    m = duotone.Linear(32, 32, recipe=recipes.load("fp8-delayed"))
+    compiled = torch.compile(m, backend="eager", fullgraph=True)
+    with duotone.autocast(enabled=False, calibrating=True, recipe=m.recipe):
+        with pytest.raises(Exception, match="compiled code calibrates no scales; calibrate in eager code"):
+            compiled(torch.randn(4, 32))
+
+
 def test_hooks_that_copy_saved_tensors_are_refused_in_one_line() -> None:
     m = linears("mxfp8", delay_wgrad_compute=True)[0]
     m.compile(backend="aot_eager", fullgraph=True)

@@ -316,6 +316,31 @@ def test_functional_transforms_of_quantized_operands_are_an_error(name: str) -> 
         m(torch.autograd.forward_ad.make_dual(x, x))
 
 
+@pytest.mark.parametrize("kind", ["linear", "group", "attention"])
+def test_functional_transforms_in_compiled_code_are_exact_or_an_error(kind: str) -> None:
+    """Dynamo gives zeros for the gradients of a custom function under torch.func.grad."""
+    recipe, x = recipes.load("mxfp8"), torch.randn(8, 32)
+    if kind == "linear":
+        m = duotone.Linear(32, 32, recipe=recipe)
+    elif kind == "group":
+        group = duotone.GroupedLinear(1, 32, 32, recipe=recipe)
+        m = lambda t: group(t, [len(t)])  # noqa: E731
+    else:
+        core = duotone.DotProductAttention(1, 32, recipe=duotone.Float8CurrentScaling(fp8_dpa=True))
+        m = lambda t: core(*[t.view(-1, 1, 1, 32)] * 3)  # noqa: E731
+
+    def gradient(t: Tensor) -> Tensor:
+        return torch.func.grad(lambda t: m(t).square().sum())(t)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(gradient, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"has no second derivative and none of torch\.func"):
+        compiled(x)
+    if kind == "linear":
+        with duotone.autocast(enabled=False):
+            assert_close([compiled(x)], [gradient(x)])
+
+
 def test_gradients_that_leave_autograd_have_no_second_derivative() -> None:
     m = duotone.Linear(8, 8, fuse_wgrad_accumulation=True)
     m.weight.main_grad = torch.zeros(8, 8)

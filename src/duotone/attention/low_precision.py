@@ -117,11 +117,11 @@ class LowPrecision:
 
     def _apply(self, stage: AttentionStage, operands: tuple[Tensor | None, ...]) -> Tensor:
         stages = (stage,)
-        if torch.compiler.is_dynamo_compiling():
-            return apply_traced(stages, Backward(stages), *operands)  # type: ignore[return-value]
         again = Refused(f"{stage.name}: {stage.refusal}")
         if is_transformed():
             again.check()
+        if torch.compiler.is_dynamo_compiling():
+            return apply_traced(stages, Backward(stages), *operands)  # type: ignore[return-value]
         out, _ = RUNNER.apply(stages, Backward(stages, again), *operands)
         if stage.rolls_forward_alone and out.requires_grad:
             out.register_hook(roll_after)

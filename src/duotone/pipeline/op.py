@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from duotone.errors import UserError
 from duotone.formats.format import require_dense
-from duotone.pipeline.autograd import RUNNER, Backward, Outputs, apply_traced, are_transforms_active
+from duotone.pipeline.autograd import RUNNER, Backward, Outputs, apply_traced, are_transforms_active, is_transformed
 from duotone.pipeline.channels import Channels
 from duotone.pipeline.deferred import DeferredOutput
 from duotone.pipeline.rewrites import RULES, rewrite, rewrite_traced
@@ -235,6 +235,10 @@ def run(
     if torch.compiler.is_dynamo_compiling():
         forward, rewritten = rewrite_traced(stages)
         backward, rolls, apply = Backward(rewritten), False, apply_traced
+        if is_transformed():  # which would not find the backward of the function, and give zeros
+            again = second_order(stages, owner.__dict__.get("module_name", ""))
+            again.check()
+            apply = again.transformed
     else:
         forward, backward, rolls = _rewritten(stages, owner.__dict__, is_forward_grad_enabled())
         apply = RUNNER.apply

@@ -46,6 +46,8 @@ class OpaqueStage(Stage):
     gives_weights: bool
     """Whether autograd gets the gradients of weights."""
 
+    refusal = "compiled, it is one op"
+
     @property
     def plan(self) -> LinearPlan:
         """The plan of the wrapped stage."""

@@ -165,6 +165,8 @@ class Planner:
             recipe = self.tapped(recipe)
         grads = (tracked and info.requires_grad, tracked and weight_grad)
         if compiling:
+            if region is not None and region.calibrating is not None:
+                raise UserError(f"{module.module_name}: compiled code calibrates no scales; calibrate in eager code")
             mode = AmaxMode.RECORD if tracked else AmaxMode.DEFER if STACK.defers else AmaxMode.USE
             return self._traced(module, recipe, info, grads, mode, group, weight_held)
         recorded = None
