@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from duotone.comm import require_same
-from duotone.planned.delayed_states import FORWARD_STATE
 from duotone.planned.weights import ShardedParameters, described
 
 if TYPE_CHECKING:
@@ -38,8 +37,8 @@ def is_planned(module: nn.Module) -> "TypeGuard[Planned]":
 class WrappedModels:
     """Compares the ranks of DistributedDataParallel when its constructor takes a model, before it communicates.
 
-    Delayed scales of quantized weights become those of the first rank, as their values do.
-    A model in which nothing follows recipes costs no collective: other ranks may not know of Duotone.
+    A model in which nothing follows recipes costs no collective: other ranks may not know of Duotone. Groups without a
+    name, which some libraries bring, cannot be asked.
     """
 
     is_registered = False
@@ -54,16 +53,12 @@ class WrappedModels:
         if name != "module" or not isinstance(wrapper, nn.parallel.DistributedDataParallel) or model is None:
             return
         is_constructed, planned = name in wrapper._modules, [*filter(is_planned, model.modules())]
-        if is_constructed or not planned:
+        if is_constructed or not planned or wrapper.process_group not in dist.distributed_c10d._world.pg_map:
             return
         require_same_recipes(model, wrapper.process_group)
         if any(module.fuse_wgrad_accumulation or module.delay_wgrad_compute for module in planned):
             text = "DistributedDataParallel reduces no gradient in main_grad or of backward_dw; reduce them yourself"
             warnings.warn(f"{text}, as in register_wgrad_accumulation_and_reduce_hooks", stacklevel=4)
-        # What it broadcasts next is written to quantized weights under these scales.
-        quantized = [module for module in planned if module.weight_held and any(module.weight_held.delayed)]
-        for buffer in (buffer for module in quantized for buffer in module.get_submodule(FORWARD_STATE).buffers()):
-            dist.broadcast(buffer, group=wrapper.process_group, group_src=0)
 
 
 WRAPPED = WrappedModels()
