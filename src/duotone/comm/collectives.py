@@ -84,7 +84,7 @@ SHOWN = 240
 
 
 AGREED: set[tuple[str, int]] = set()
-"""What the ranks of a group agreed on, as digests: a capture can compare nothing."""
+"""The names that the ranks of a group agreed on, as digests: a capture cannot compare."""
 
 
 AMAXES = "did not record the same amaxes", "run the same modules on all its ranks, or set reduce_amax to false"
@@ -125,9 +125,9 @@ def require_same(names: Sequence[str], device: torch.device, group: str, problem
 
 @dataclass(frozen=True)
 class ShardContext:
-    """This rank holds one piece along `dim` (0 rows, 1 columns of the matrix), the others are on the ranks of `group`.
+    """This rank holds one piece of a matrix along `dim` (0 rows, 1 columns). Other ranks of `group` hold the others.
 
-    An argument of a quantize, never part of a quantizer. Formats decide what has to agree: a scale that spans the
+    It is an argument of a quantize, never part of a quantizer. Formats decide what has to agree: a scale that spans the
     sharded dimension reduces its amax, aligned blocks reduce nothing.
     """
 
@@ -136,7 +136,7 @@ class ShardContext:
 
     @property
     def agreed(self) -> Tensor | None:
-        """What the next `max` gives, if it is known before."""
+        """The result of the next `max`, if it is known before."""
         return None
 
     def max(self, amax: Tensor) -> Tensor:

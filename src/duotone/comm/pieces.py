@@ -1,4 +1,4 @@
-"""Rows of a matrix over the ranks of a group, which torch cuts anywhere, as pieces that end on blocks."""
+"""Rows of a matrix over the ranks of a group, in pieces that end on blocks. Torch cuts rows anywhere."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,10 +7,10 @@ from duotone.comm.collectives import all_to_all, group_rank, group_size
 
 
 def piece_of(shard: Tensor, rows: int, step: int, group: str) -> Tensor:
-    """This rank's piece (A, K) of a matrix (`rows`, K), of which it has the shard that `torch.chunk` gives it.
+    """This rank's piece (A, K) of a matrix (`rows`, K), from its shard, which `torch.chunk` cut.
 
-    A is the same on all ranks and a multiple of `step`. Zeros follow the last row. Ranks exchange rows where shards do
-    not end on blocks.
+    A is the same on all ranks and a multiple of `step`. Zeros follow the last row. Ranks exchange rows if shards do not
+    end on blocks.
     """
     ranks, rank = group_size(group), group_rank(group)
     cut, size = -(-rows // ranks), -(-rows // (ranks * step)) * step

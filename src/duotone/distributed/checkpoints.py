@@ -74,7 +74,7 @@ def async_save(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> "Future[Any]":
-    """As `save`, in the background: training may go on as soon as it returns. Wait for the future before the next one.
+    """`save` in the background: training may go on as soon as it returns. Wait for the future before the next one.
 
     `group` communicates on CPUs beside the training, so nothing else may use it: `dist.new_group(backend="gloo")`. One
     process needs none.
@@ -165,9 +165,9 @@ def _tensors(
 def _matching(
     path: Path, model: nn.Module, group: dist.ProcessGroup | None
 ) -> tuple[dict[str, Entry], dict[str, Stored]]:
-    """What a load writes, and what is stored.
+    """The entries that a load writes, and the stored tensors.
 
-    UserError on every rank if one finds that they do not fit: no rank waits for others in a load that will not be.
+    UserError on every rank if they do not fit on one rank. So no rank waits in a load that the others do not start.
     """
     problem, entries, stored = "", {}, {}
     try:
@@ -175,7 +175,7 @@ def _matching(
     except UserError as error:
         problem = str(error)
     expected = set[str]().union(*_from_all(set(entries), group))
-    expected |= derived_keys(expected)  # which older checkpoints hold, too
+    expected |= derived_keys(expected)  # older checkpoints contain them too
     unread = {key for key in stored if key.startswith("model.")} - expected
     try:
         _require_alike(path, entries, stored, sorted(unread))
@@ -218,7 +218,7 @@ def _stored(path: Path) -> dict[str, Stored]:
 def _require_alike(
     path: Path, entries: Mapping[str, Entry], stored: Mapping[str, Stored], unknown: Sequence[str]
 ) -> None:
-    """UserError unless the checkpoint has what this rank wants. `unknown` is what no rank wants."""
+    """UserError unless the checkpoint has the entries of this rank. `unknown` are stored tensors that no rank needs."""
     missing = sorted(entries.keys() - stored.keys())
     remedy = "convert and shard the model as the one that was saved"
     if missing or unknown:
@@ -272,7 +272,7 @@ def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _first_cause(error: BaseException) -> str:
-    """What went wrong, in one line."""
+    """The error in one line."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = min(error.failures.items())
         return f"rank {rank}: {_first_cause(cause)}"

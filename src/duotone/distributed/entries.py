@@ -31,7 +31,7 @@ class Entry:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the whole tensor."""
+        """The shape of the whole tensor."""
         mesh, placements = self.cut or (None, ())
         shards = [mesh.size(at) for at, each in enumerate(placements) if each.is_shard()] if mesh is not None else []
         return torch.Size([self.live.shape[0] * math.prod(shards), *self.live.shape[1:]]) if shards else self.live.shape
@@ -41,7 +41,7 @@ class Entry:
         return self._whole(self.live.detach().contiguous())
 
     def empty(self) -> Tensor:
-        """What a load fills."""
+        """A tensor for a load to fill."""
         return self._whole(torch.empty_like(self.live.detach(), memory_format=torch.contiguous_format))
 
     @torch.no_grad()
@@ -103,7 +103,7 @@ def _plane_entries(name: str, t: QuantizedTensor, cut: Cut | None) -> Iterator[t
 
 
 def derived_keys(keys: Set[str]) -> set[str]:
-    """Names of the columnwise parts of tensors of which `keys` name rowwise parts alone."""
+    """Names of the columnwise parts of tensors whose rowwise parts alone are in `keys`."""
     both = {key.partition(".columnwise.")[0] for key in keys if ".columnwise." in key}
     rows = (key.split(".rowwise.") for key in keys if ".rowwise." in key)
     return {f"{name}.columnwise.{part}" for name, part in rows if name not in both}
@@ -171,7 +171,7 @@ def _cut_of(value: object, parameter: Tensor) -> Cut | None:
 
 
 def empty_state(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """What a load fills with one tensor of the state of a parameter. The last dimensions of both may differ."""
+    """The memory for one tensor of the state of a parameter in a load. The last dimensions of both may differ."""
     is_alike = size == parameter.shape or (0 < len(size) == parameter.dim() and size[:-1] == parameter.shape[:-1])
     if isinstance(parameter, DTensor) and is_alike:
         local, ranks = shard_of(parameter).shape, ranks_across(parameter)

@@ -1,3 +1,3 @@
-"""What other libraries know of Duotone: a file for each, which imports its library. Nothing else imports these."""
+"""Entries for other libraries: one file for each, which imports its library. Nothing else imports these files."""
 
 __all__: list[str] = []

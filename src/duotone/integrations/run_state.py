@@ -1,4 +1,4 @@
-"""What a run has beside its weights, as one text: seeds, and the scales and histories of delayed scaling."""
+"""The state of a run besides its weights, as one text: seeds, and the scales and histories of delayed scaling."""
 
 import base64
 import io
@@ -17,7 +17,7 @@ from duotone.state.seeds import load_rng_state, rng_state
 from duotone.tensor import QuantizedTensor
 
 KEY = "duotone"
-"""Where other libraries keep the text."""
+"""The key of the text in files of other libraries."""
 
 
 def packed_state(model: nn.Module) -> str:

@@ -21,7 +21,7 @@ from torchtitan.protocols.model import BaseModel  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 ROUTER = Rule(module="*.router.gate", format="identity")
-"""What chooses experts stays in high precision."""
+"""Routers stay in high precision."""
 
 
 class DuotoneConverter(QuantizationConverter):

@@ -60,9 +60,9 @@ class DuotoneConfig(QuantizationConfigMixin):
     """`from_pretrained(..., quantization_config=DuotoneConfig("mxfp8"))`: the model follows the recipe.
 
     - `recipe` and `rules` are those of `duotone.convert`. With `quantize_parameters` weights exist as planes only.
-    - The weights come from a checkpoint in high precision, and `save_pretrained` writes such a one, without a
-      quantization_config. Seeds and delayed scales travel in the metadata of its files, and come back if the recipe is
-      the same.
+    - The weights come from a checkpoint in high precision. `save_pretrained` writes such a checkpoint too, without a
+      quantization_config. The metadata of its files has the seeds and delayed scales, which load if the recipe is the
+      same.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class DuotoneQuantizer(HfQuantizer):
         if config.quantize_parameters:
             convert_parameters(model, config.recipe)
         if getattr(model.config, "quantization_config", None) is config:
-            del model.config.quantization_config  # what is saved is in high precision
+            del model.config.quantization_config  # saved weights are in high precision
         for file in self.checkpoint_files[:1]:
             with safe_open(file, framework="pt") as opened:
                 saved = opened.metadata() or {}
@@ -231,7 +231,7 @@ class DuotoneCallback(TrainerCallback):
             Path(self.report).write_text(f"{head}\n{plan(model)}\n")
 
     def _follow(self, model: nn.Module) -> None:
-        """Convert quantized parameters where a phase begins that asks for it."""
+        """Convert quantized parameters if a phase begins that asks for it."""
         phase = None if self.schedule is None else self.schedule.phase(self.step)
         if phase is not None and phase != self.phase and phase.convert_parameters and quantized_parameters(model):
             convert_parameters(model, phase.recipe)
@@ -267,7 +267,7 @@ def _files(args: TrainingArguments, state: TrainerState) -> list[Path]:
 
 
 def export(model: PreTrainedModel, path: str | Path, **options: Any) -> ExportReport:
-    """As `duotone.export`, in the layout of published checkpoints: with their names, and experts split into linears.
+    """Like `duotone.export`, in the layout of published checkpoints: with their names, and experts split into linears.
 
     UserError for a model whose layout joins several of its tensors.
     """

@@ -13,7 +13,7 @@ from duotone.conversion.attention_cores import CORE, NAME
 from duotone.errors import UserError
 
 UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask")
-"""Changes of scores that some models ask for, which no product here makes."""
+"""Changes of scores that some models ask for, and that Duotone's attention does not support."""
 
 
 def attend(

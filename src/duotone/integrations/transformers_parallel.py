@@ -14,7 +14,7 @@ SPLITS: dict[str, Placement] = {"ColwiseParallel": Replicate(), "RowwiseParallel
 
 
 class Style(Protocol):
-    """What the styles above say about inputs and outputs."""
+    """Attributes of the styles above that describe inputs and outputs."""
 
     input_layouts: Placement
     output_layouts: Placement
@@ -24,8 +24,8 @@ class Style(Protocol):
 def follow_plans(model: nn.Module) -> None:
     """Let the linears of a plan that cuts them into columns or rows follow a change of their class.
 
-    transformers puts a closure in the place of `forward`. What it calls moves to `_old_forward`, as under the hooks of
-    accelerate.
+    transformers replaces `forward` by a closure. The function that the closure calls moves to `_old_forward`, as under
+    the hooks of accelerate.
     """
     for module in model.modules():
         forward = module.__dict__.get("forward")

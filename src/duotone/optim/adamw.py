@@ -38,8 +38,8 @@ class AdamW(Optimizer):
       step updates the master. The parameter becomes `parameter.copy_(master)`: rounded to its dtype or, if it is
       quantized, encoded to each of its planes by its quantizer.
     - Parameters and their buffers stay the same objects.
-    - Of a DTensor each rank updates its shard, and the state is DTensors that lie alike. Scales that span shards are
-      agreed on for all parameters in one collective.
+    - If a parameter is a DTensor, each rank updates its shard, and the state is DTensors with the same placement. Ranks
+      agree on scales that span shards in one collective for all parameters.
     - `params` are tensors, named tensors or groups; `lr`, `betas`, `eps` and `weight_decay` are as in torch.
     - The state of a parameter is `step`, `exp_avg`, `exp_avg_sq` and perhaps `master`, of the parameter's shape.
     - `moment_dtype` says how `exp_avg` is stored: torch.float32, torch.bfloat16 or torch.float8_e4m3fn. Plain
@@ -248,7 +248,7 @@ class AdamW(Optimizer):
 
 
 def gradient(parameter: Tensor) -> Tensor:
-    """The gradient; of a DTensor that of this rank's shard."""
+    """The gradient. For a DTensor, that of this rank's shard."""
     grad = parameter.grad
     assert grad is not None
     if is_distributed(grad) and is_distributed(parameter) and grad.placements != parameter.placements:

@@ -1,4 +1,4 @@
-"""Quantized weights that are whole on every rank, written from masters that are cut over the ranks."""
+"""Write quantized weights that are whole on every rank from masters that are cut over the ranks."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

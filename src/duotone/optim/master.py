@@ -22,7 +22,7 @@ def needs_master(parameter: Tensor, group: Group) -> bool:
 
 
 def is_computed(parameter: Tensor, state: Saved, group: Group) -> bool:
-    """Whether the step of a parameter with this state is computed in fp32 here, not by torch's functions."""
+    """Whether this library computes the step of a parameter with this state, in fp32, instead of torch's functions."""
     if "master" in state or needs_master(shard_of(parameter), group):
         return True
     if "exp_avg" in state and state["exp_avg"].dtype != parameter.dtype:  # torch's functions cannot read it
@@ -110,7 +110,7 @@ def adopt_writes(parameter: Tensor, master: Tensor, mark: Mark) -> None:
 
 
 def _rounded(parameter: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The values of the parameter if nobody but a step wrote it, in `dtype`. None if they cannot be computed again."""
+    """The values of the parameter in `dtype`, if only a step wrote it. None if they cannot be computed again."""
     if not isinstance(parameter, QuantizedTensor):
         return master.to(dtype).to(parameter.dtype)
     quantizer = parameter.quantizer

@@ -63,7 +63,7 @@ def encoded(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def laid_like(parameter: Tensor, shard: Tensor) -> Tensor:
-    """A DTensor of these shards that lies as the parameter; the shard itself if the parameter is no DTensor.
+    """A DTensor of these shards with the placement of the parameter. The shard itself if the parameter is no DTensor.
 
     The last dimension may differ from the parameter's.
     """
@@ -77,6 +77,6 @@ def laid_like(parameter: Tensor, shard: Tensor) -> Tensor:
 
 
 def ranks_across(parameter: "DTensor") -> int:
-    """Over how many ranks the last dimension is cut."""
+    """The number of ranks over which the last dimension is cut."""
     last, mesh = parameter.dim() - 1, parameter.device_mesh
     return math.prod([mesh.size(at) for at, each in enumerate(parameter.placements) if each.is_shard(last)])

@@ -1,6 +1,6 @@
-"""Steps of AdamW that write masters, which torch.compile runs as they are.
+"""Steps of AdamW that write masters, which torch.compile leaves uncompiled.
 
-This module is imported only if something is compiled: making the function imports all of Dynamo.
+This module is imported only if something is compiled: to create the function imports all of Dynamo.
 """
 
 import torch

@@ -36,10 +36,10 @@ N = TypeVar("N", float, Tensor)
 
 
 class Rates(NamedTuple, Generic[N]):
-    """What one step multiplies by: Python floats, each rounded to fp32 where it is used, or fp64 on a device."""
+    """The factors of one step: Python floats, each rounded to fp32 where it is used, or fp64 on a device."""
 
     sign: float
-    """-1 where the objective is maximized."""
+    """-1 if the objective is maximized, else 1."""
     decay: N
     """1 - lr weight_decay."""
     first: float

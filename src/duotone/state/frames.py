@@ -101,7 +101,7 @@ def remember(key: Hashable, value: object, for_graph: bool = False) -> None:
 
 
 def of_graph(key: Hashable) -> Any:
-    """What the forward of the compiled graph whose backward runs now kept, or None."""
+    """The value that the forward of the compiled graph kept whose backward runs now, or None."""
     return getattr(_graph(sys._getframe(1), "backward"), GRAPH, {}).get(key)
 
 

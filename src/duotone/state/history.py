@@ -1,4 +1,4 @@
-"""The arithmetic of delayed scaling on plain tensors: history (L, n) with the filling row first and the newest last."""
+"""The arithmetic of delayed scaling on plain tensors. Row 0 of a history (L, n) fills; the last row is the newest."""
 
 import functools
 
@@ -13,7 +13,7 @@ from duotone.formats.scales import FLT_MAX
 from duotone.tensor.history import History
 
 LONGEST = 8192
-"""Entries of a history that one program holds."""
+"""The most entries of a history that one program holds."""
 
 
 SKIPPED, CLAMPED = range(2)
@@ -69,7 +69,7 @@ def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: His
 
 
 def _scale_of(amax: Tensor, scale: Tensor, largest: list[float], parameters: History) -> Tensor:
-    """The scales (n,) that follow from amaxes; the old ones for amaxes that are not usable."""
+    """The scales (n,) that follow from amaxes. The old scale stays if an amax is not usable."""
     # neither a fake tensor nor the memory of a CUDA graph may be cached
     limits_of = _new_limits if type(amax) is not Tensor or is_capturing() else limits
     if parameters.scaling_factor_compute_algo is not None:

@@ -1,4 +1,4 @@
-"""quantized_model_init: the context in which modules are built with quantized weights alone."""
+"""quantized_model_init: the context in which modules are built with only quantized weights."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from duotone.state.region import Region, RegionManager, Stack, innermost
 
 @dataclass(eq=False)
 class Construction(Region):
-    """How weights are made: under which recipe (None is the module's own), and whether their values are kept."""
+    """How weights are built: under which recipe (None: the module's), and whether their first values are preserved."""
 
     enabled: bool
     recipe: Recipe | None

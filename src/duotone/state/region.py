@@ -31,10 +31,10 @@ from duotone.state.torch_private import (
 
 
 class AmaxMode(Enum):
-    """What a call does with the amaxes that it meets. The values are what custom ops take and graphs hold."""
+    """What a call does with its amaxes. The values are arguments of custom ops, and constants of graphs."""
 
     USE = "use"
-    """No gradient is tracked: scale with what is known and record nothing."""
+    """No gradient is tracked: scale with the present scales and record nothing."""
     RECORD = "record"
     """A forward: record the amax for the next step."""
     RECOMPUTE = "recompute"
@@ -100,7 +100,7 @@ class Stack(types.ModuleType, Generic[R]):
         self.variable: ContextVar[tuple[Any, ...]] = ContextVar(name)
         self.starts = Starts(UNKNOWN)
         self.shapes_only: tuple[R, ...] | None = None
-        """The regions while only shapes matter, if they are others then."""
+        """Other regions that hold while only shapes matter, if any."""
 
     @property
     def regions(self) -> tuple[R, ...]:
@@ -120,7 +120,6 @@ class Stack(types.ModuleType, Generic[R]):
 
     @regions.setter
     def regions(self, regions: tuple[R, ...]) -> None:
-        """The open regions. Warns if the thread has none while another thread has some."""
         self.variable.set(regions)
 
     @property
@@ -212,7 +211,7 @@ class RegionManager(Generic[R]):
         self.end(region, failed=exception[0] is not None)
 
     def end(self, region: R, *, failed: bool) -> None:
-        """What else happens when a region has ended, with an exception or without."""
+        """Called when a region has ended, with an exception or without."""
 
 
 class Recording(NamedTuple):

@@ -79,7 +79,7 @@ class Pending:
 
     def schedule(self) -> None:
         """Roll when the outermost running backward ends. A nested one, of a reentrant recompute, schedules nothing."""
-        end = partial(self.end_of_backward)  # held by the engine alone, so it dies with a backward that fails
+        end = partial(self.end_of_backward)  # only the engine holds it, so it dies with a backward that fails
         torch_private.queue_callback(end)
         self.end = weakref.ref(end)
         self.has_backwards = True
@@ -152,7 +152,7 @@ def end_of_region(region: AutocastRegion, *, failed: bool) -> None:
     waiting, numbers = pending(), {recording.state for recording in finished}
     together = {
         recording for recording in waiting.backward if recording.state in numbers
-    }  # by the write of an optimizer, say
+    }  # for example by the write of an optimizer
     waiting.backward -= together
     roll(finished | together)
 
@@ -199,7 +199,7 @@ def roll(recorded: Recorded) -> None:
 
 
 def settle(states: Collection[DelayedState]) -> None:
-    """Find out which started slots have scales now, with one copy from each device."""
+    """Read which new slots have scales now, with one copy from each device."""
     waiting = [state for state in states if state.started and state.looks()]
     for device in {state.scale.device for state in waiting}:
         on_device = [state for state in waiting if state.scale.device == device]

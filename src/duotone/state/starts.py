@@ -1,8 +1,8 @@
 """The regions that a thread starts from: those that were open when it was started.
 
-Python does not tell who started a thread. So each entering and leaving of a region looks at the threads that are alive.
+Python does not tell who started a thread. So each entry and exit of a region notes the threads that are alive.
 This tells for each thread which regions were open at its start. Its creator is taken to be the main thread or a thread
-with an open region. If all of these had the same regions, the thread starts from them; else it has to enter its own.
+with an open region. If all of these had the same regions, the thread starts from them; else it has to enter a region.
 """
 
 import asyncio
