@@ -464,6 +464,7 @@ def what_cannot_travel_as_planes_is_told(folder: Path) -> None:
             warnings.simplefilter("always")
             fully_shard(duotone.gather_quantized(m))
         assert any("travels in high precision: it" in str(each.message) for each in caught), caught
+        assert len(duotone.plan(m).filter(reason="FSDP2 gathers its weight in high precision: it")) > 0
         same(m(*inputs), want)
         m(*inputs).sum().backward()
     packed = duotone.GroupedLinear(2, 64, 64, single_grouped_weight=True, recipe="mxfp8")

@@ -231,6 +231,8 @@ def _rows(
     for gemm in runs.gemms:
         kernel, reason = module.kernel_of(runs, gemm)
         yield PlanRow(name, gemm.gemm, gemm.a.name, gemm.b.name, kernel, gemm.rule.native, reason)
+    if module.plain_gather:
+        yield _row(name, f"FSDP2 gathers its weight in high precision: {module.plain_gather}")
 
 
 def _row(name: str, reason: str) -> PlanRow:

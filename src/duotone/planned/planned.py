@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 UNNAMED = Site(named=False)
 CONFIGURATION = (
     *("recipe", "rules", "module_name", "site", "layout", "_roles", "saved_states", "plans", "scatter_dim"),
-    "sends_planes",
+    *("sends_planes", "plain_gather"),
 )
 """Attributes that `adopt` gives and `release` takes away."""
 

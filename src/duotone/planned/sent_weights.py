@@ -62,8 +62,8 @@ def send_planes(module: "Planned") -> None:
     if not module.sends_planes:
         return
     if is_split(module):
-        warnings.warn(f"{module.module_name} travels in high precision: its weight is in pieces", stacklevel=2)
-        module.sends_planes = False
+        module.sends_planes, module.plain_gather = False, "its weight is in pieces"
+        warnings.warn(f"{module.module_name} travels in high precision: {module.plain_gather}", stacklevel=2)
         return
     weight = module.plans.plan(active_recipe() or module.recipe).weight
     names = {id(parameter): name for name, parameter in module.named_parameters(recurse=False)}
@@ -76,7 +76,7 @@ def send_planes(module: "Planned") -> None:
                 "or quantized parameters (duotone.convert_parameters)"
             )
         if reason := _refusal(parameter, weight.quantizer):
-            name = f"{module.module_name}.{names[id(parameter)]}"
+            name, module.plain_gather = f"{module.module_name}.{names[id(parameter)]}", reason
             warnings.warn(f"{name} travels in high precision: {reason}", stacklevel=2)
             continue
         SentWeight(module, member, parameter)

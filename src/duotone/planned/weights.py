@@ -265,6 +265,8 @@ class ShardedParameters:
     _parameters: dict[str, nn.Parameter | None]
     sends_planes = False
     """Whether FSDP2 gathers planes of plain weights."""
+    plain_gather = ""
+    """Why it gathers them in high precision nevertheless."""
     distributes: tuple[str, ...] = ()
     """The parameters that may become DTensors by something else than FSDP2."""
     row_order = ""
