@@ -11,7 +11,7 @@ Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
 def allocator(x: Tensor) -> Allocate:
-    """Allocates on the device of `x`. On the current CUDA device as compiled code does, in half of the time."""
+    """Allocates on the device of `x`. For the current CUDA device it does what compiled code does, in half the time."""
     if x.is_cuda and x.get_device() == torch._C._cuda_getDevice():
         return empty_cuda
     return partial(_empty_on, x.device)

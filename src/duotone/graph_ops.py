@@ -1,11 +1,11 @@
-"""Ops of torch that a graph calls as one node. Compilers know them by the shapes of their results alone."""
+"""Ops of torch that a graph calls as one node. Compilers only know the shapes of their results."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 
 STATEFUL = (torch.Tag.nondeterministic_seeded, *filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
-"""Tags of ops that read or change what a graph does not hold. No pass merges them, and no CUDA graph replays them."""
+"""Tags of ops that read or change state outside of the graph. No pass merges them, and no CUDA graph replays them."""
 
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
 
@@ -18,7 +18,7 @@ def define_op(
     devices: Sequence[str] = ("CPU", "CUDA"),
     tags: Sequence[torch.Tag] = (),
 ) -> None:
-    """Define `torch.ops.duotone.<schema>`. `shapes` takes the same arguments and gives results without values.
+    """Define `torch.ops.duotone.<schema>`. `shapes` takes the same arguments and returns results without values.
 
     Without `shapes` a trace runs the kernel, and holds the ops that it calls.
     """

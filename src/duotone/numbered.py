@@ -26,12 +26,12 @@ class Numbered(weakref.WeakValueDictionary[str, T]):
 class ByName:
     """Values as attributes. Guards of a graph read them, and a trace sees those that are added while it runs.
 
-    Of a dictionary, a trace knows the entries that were there when it first looked.
+    Of a dictionary, a trace only knows the entries at its first look.
     """
 
 
 def constant_in_traces(function: F) -> F:
-    """Let a trace call a function and take its result for a constant.
+    """Let a trace call a function and treat its result as a constant.
 
     torch.compiler.assume_constant_result does so too, but it imports the compiler.
     """

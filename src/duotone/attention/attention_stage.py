@@ -61,7 +61,7 @@ class Sizes(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What decides the stage of a call besides the recipe: strings and numbers, which a graph holds as constants."""
+    """What decides the stage of a call besides the recipe: strings and numbers, as constants for graphs."""
 
     recipe: str
     device: str
@@ -72,9 +72,9 @@ class Call(NamedTuple):
     dropout: float
     tracks: bool
     ranks: str
-    """The name of those that share the sequence, or ""."""
+    """The name of the ranks that share the sequence, or ""."""
     groups: int
-    """How many heads keys and values have."""
+    """The number of heads of keys and values."""
 
 
 STAGES: "Numbered[AttentionStage]" = Numbered()
@@ -85,7 +85,7 @@ ROWWISE, COLUMNWISE = Usage(True, False), Usage(False, True)
 class AttentionStage(Stage):
     """query, key and value in a layout of heads, seen bool or None, seed int64 (1,) or None -> heads as one axis.
 
-    Query, key, value and the gradient of the output may be quantized tensors: their codes are then used as they are.
+    Query, key, value and the gradient of the output may be quantized tensors. Then their codes are used directly.
 
     `out` is how the output is saved for D. A call that does not track gradients keeps nothing.
     """
@@ -102,7 +102,7 @@ class AttentionStage(Stage):
     is_stochastic: bool
     is_delayed: bool
     problem: AttentionProblem
-    """Decides what runs calls, by `forward_kernel` and `backward_kernel`; "" are blocks of keys."""
+    """Decides the kernels of calls, `forward_kernel` and `backward_kernel`; "" are blocks of keys in plain torch."""
 
     forward_kernel: str
     backward_kernel: str
@@ -115,7 +115,7 @@ class AttentionStage(Stage):
     """In a graph, under delayed scaling: the number of the module, int64 (1,) on the CPU."""
 
     number: str = ""
-    """By which ops of a graph find the stage."""
+    """The number by which ops of a graph find the stage."""
 
     arity = (4,)
     refusal = "the operands of attention are quantized"
@@ -162,7 +162,7 @@ class AttentionStage(Stage):
         if not self.call.tracks:
             return y, ()
         saved_out = self.out.encode(out, ROWWISE, seed)
-        # Backward reads one plane of value: the columnwise one serves the product of forward alone.
+        # Backward reads one plane of value: only the product of forward reads the columnwise one.
         flat = [plane for each in (*planes[:2], planes[2][:1], saved_out) for plane in each]
         return y, (*flat, lse, seen, (sizes,), (seed,), (row_scale if col_scale is None else col_scale,))
 
@@ -225,7 +225,7 @@ class AttentionStage(Stage):
 
 
 class OpCall(NamedTuple):
-    """What both ops get besides tensors of their own; `p_scale` is a delayed scale of probabilities."""
+    """The arguments that both ops have in common. `p_scale` is a delayed scale of probabilities."""
 
     seen: Tensor | None
     seed: Tensor | None
@@ -331,7 +331,7 @@ def _kernel_backward(call: OpCall, shape: Sizes, planes: HeadPlanes, lse: Tensor
 
 
 def _torch_backward(call: OpCall, shape: Sizes, planes: HeadPlanes, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The products of backward in high precision, on what the planes hold."""
+    """The products of backward in high precision, on the values of the planes."""
     stage = call.stage
     operands = stage.query, stage.key, stage.value, stage.out, stage.gradient
     shapes = shape.query, shape.key, shape.value, shape.output, shape.output
@@ -346,7 +346,7 @@ def _torch_backward(call: OpCall, shape: Sizes, planes: HeadPlanes, lse: Tensor)
 
 
 def _empty(like: Tensor, shape: tuple[int, ...], dtype: object) -> Tensor:
-    """Heads of this shape, as the ops give them."""
+    """Heads of this shape, like the results of the ops."""
     batch, groups, heads, tokens, width = shape
     empty = like.new_empty((batch, tokens, groups, heads, width), dtype=dtype)  # type: ignore[call-overload]
     return empty.permute(0, 2, 3, 1, 4)  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from duotone.errors import UserError
 from duotone.ops import L2Normalization, LayerNorm, RMSNorm
 
 LAYOUTS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3), "thd": (0, 2, 1, 3)}
-"""Where attention's own order (batch, heads, tokens, depth) finds its axes; thd packs sequences along one axis."""
+"""The axes of each layout in attention's order (batch, heads, tokens, depth). thd packs sequences along one axis."""
 
 
 def check_layout(name: str) -> str:
@@ -37,7 +37,7 @@ def from_heads(x: Tensor, name: str) -> Tensor:
 
 
 def share_of(count: int, groups: int, heads: int) -> tuple[int, int]:
-    """`heads` and their groups, if a rank can have so many of `count` heads in `groups`; else all of them."""
+    """(heads, groups) of a rank with `heads` of `count` heads in `groups`, if that divides; else all of them."""
     if heads in (0, count) or count % heads or groups % (count // heads):
         return count, groups
     return heads, groups * heads // count
@@ -49,9 +49,9 @@ NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 @dataclass(frozen=True)
 class Heads:
-    """How many heads a rank has and how wide they are; `groups` heads of keys, and as many of values.
+    """The number of heads of a rank and their width. There are `groups` heads of keys, and as many of values.
 
-    Interleaved projections hold group after group, each with all of its heads, others kind after kind.
+    Interleaved projections hold group after group, each with all of its heads. Other projections hold kind after kind.
     """
 
     count: int

@@ -98,7 +98,7 @@ class LowPrecision:
             seen = ranks.local_spans(spans((side, side), window, False), q.shape[axis])
         tracks = tracks and (q.requires_grad or k.requires_grad or v.requires_grad)
         mode = (AmaxMode.RECORD if tracks else AmaxMode.USE) if compiling else mode_now()
-        tracks = tracks or mode is AmaxMode.DEFER  # so that every delayed scale is used as in the recompute
+        tracks = tracks or mode is AmaxMode.DEFER  # so that the forward uses every delayed scale as the recompute does
         where = recipe.key, str(q.device), group, mode.value, layout
         causal, groups = window == (-1, 0) and seen is None, module.heads_of(q)[1]
         call = Call(*where, causal, module.dropout, tracks, ranks.name if ranks else "", groups)

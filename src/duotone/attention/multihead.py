@@ -34,7 +34,7 @@ PROJECTIONS = {
         (("key_value", "key_value"), None, KINDS[1:]),
     ),
 }
-"""Each projection by attribute and role name, without a norm and with one, and what it makes."""
+"""Each projection by attribute and role name, without a norm and with one, and the kinds of its outputs."""
 
 
 class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
@@ -130,17 +130,17 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
 
     @property
     def recipe(self) -> Recipe:
-        """Where no autocast encloses the call."""
+        """The recipe outside of any autocast."""
         return self.core_attention.recipe
 
     @property
     def at_boundary(self) -> tuple[Linear, Linear]:
-        """`proj`, and what projects the hidden states."""
+        """`proj`, and the projections of the hidden states."""
         return self.proj, self.projections[0]
 
     @property
     def projections(self) -> list[Any]:
-        """What projects hidden states and, for cross attention, the encoder's output."""
+        """The projections of hidden states and, for cross attention, of the encoder's output."""
         return [self._modules[name] for name in self._projections]
 
     def forward(  # noqa: PLR0913 (Transformer Engine's vocabulary)
@@ -206,7 +206,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
 
         Nothing may change heads on their way, and each tensor has one scale.
         """
-        if not recipe.fp8_mha:  # nothing that one layer alone has becomes a guard
+        if not recipe.fp8_mha:  # guards must not read what only one layer has
             return False, False
         output, gradient = getattr(self._crossing, recipe.key, (False, False))
         # Ranks that share a sequence agree on the scales of their keys when attention encodes them.
@@ -265,7 +265,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         return self.core_attention.is_shared(recipe)
 
     def meet(self, recipe: Recipe) -> None:
-        """Where the recipe asks for attention in low precision, tell each neighbour who consumes its tensors."""
+        """If the recipe asks for attention in low precision, tell each neighbour who consumes its tensors."""
         core = self.core_attention
         names = self.projections[0].module_name, core.module_name, self.proj.module_name
         wired = recipe.key, names if core.requested(recipe) else None

@@ -26,7 +26,7 @@ PRODUCTS = {
     "dS K": (("dp", "rowwise"), ("key", "columnwise")),
     "dS^T Q": (("dp", "columnwise"), ("query", "columnwise")),
 }
-"""The two operands of each product: which tensor, read in which direction. The first two are those of forward."""
+"""The two operands of each product: a tensor and the direction of reading. Forward has the first two products."""
 
 FORWARD_OPERANDS, BACKWARD_OPERANDS = ("query", "key", "value", "s", "output"), ("do", "dp")
 """The tensors that have delayed scales, in the order of their slots: two each, rowwise first."""
@@ -38,7 +38,7 @@ NO_SLOTS: tuple[Slot | None, Slot | None] = (None, None)
 
 
 class ProductPlan(NamedTuple):
-    """One product of attention, by the names of the formats that it multiplies, what runs it, and why."""
+    """One product of attention: the names of the formats that it multiplies, the kernel, and the reason."""
 
     gemm: str
     a: str
@@ -50,7 +50,7 @@ class ProductPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionFormats:
-    """What a recipe gives the tensors of attention.
+    """The quantizers that a recipe gives the tensors of attention.
 
     `s` are the probabilities and `dp` the gradient of the scores. `output` is how backward keeps the output. `serving`
     names the direction whose plane serves all products of query, key and value, "" if each direction has its own.
@@ -96,7 +96,7 @@ class AttentionFormats:
         return replace(changed, query=query, key=key, value=replace(self.value, rowwise=IDENTITY))
 
     def format(self, tensor: str, direction: str) -> Format:
-        """That of the plane that a product reads."""
+        """The format of the plane that a product reads."""
         if self.is_dequantized and tensor in ("query", "key", "value"):
             direction = "columnwise" if tensor == "value" else "rowwise"
         quantizer: Quantizer = getattr(self, tensor)
@@ -117,7 +117,7 @@ class AttentionFormats:
         return any(getattr(self, tensor).is_stochastic for tensor in tensors)
 
     def crosses(self, tensor: str) -> bool:
-        """Whether a neighbour may encode the tensor: under one scale of its own for all products."""
+        """Whether a neighbour may encode the tensor: under one scale, which serves all products."""
         quantizer: Quantizer = getattr(self, tensor)
         row = quantizer.rowwise or IDENTITY
         same = row == quantizer.columnwise and quantizer.columnwise_source == "original"
@@ -137,7 +137,7 @@ class AttentionFormats:
         scale: float,
         call: Call,
     ) -> AttentionStage:
-        """What runs a call. `slots` are those of tensors with delayed scales."""
+        """The stage of a call. `slots` are those of tensors with delayed scales."""
         forward = "" if problem.forward_refusal() else KERNEL
         backward = "" if problem.backward_refusal() else problem.backward_kernel
 
@@ -177,7 +177,7 @@ class AttentionFormats:
 
 
 def product_rows(problem: AttentionProblem, is_measured: bool, least: LeastTokens) -> list[ProductPlan]:
-    """What runs for each product. `least` are queries below which it runs in high precision, as `least_tokens`."""
+    """The kernel of each product. With fewer than `least` queries it runs in high precision (see `least_tokens`)."""
     refusals, kernels = (problem.forward_refusal(), problem.backward_refusal()), (KERNEL, problem.backward_kernel)
     rows = []
     for gemm, (a, b) in problem.products.items():

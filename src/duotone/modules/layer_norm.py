@@ -93,7 +93,7 @@ class LayerNormLinear(Linear):
         return () if self.return_layernorm_output else super().distributes
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As Linear. Styles cut the parameters of the norm with those of the linear: here they become whole again."""
+        """Like Linear. Styles cut the parameters of the norm with those of the linear: here they become whole again."""
         super().register_parameter(name, self._with_whole_norm(name, param))
 
     def _with_whole_norm(self, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
@@ -188,7 +188,7 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
 
     @property
     def pipeline(self) -> tuple[Member, ...] | None:
-        """What stands for this module in a larger pipeline; None if it does more than that."""
+        """The ops that stand for this module in a larger pipeline; None if it does more than they do."""
         more = self.return_bias or self.return_layernorm_output or self.checkpoint
         plain = not more and type(self).forward is LayerNormMLP.forward
         return self.ops if plain and is_plain(self.fc1, self.activation, self.fc2) else None
@@ -211,7 +211,7 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
             outputs = run(ops, x, (), is_first_microbatch, self)
             y, *normalised = outputs if isinstance(outputs, tuple) else (outputs,)
             bias = [self.fc2.bias] if self.return_bias else []
-        else:  # hooks want to see calls, and what was put in the place of a linear may be no op
+        else:  # hooks need calls, and a replacement of a linear may be no op
             y, normalised = run_modules(ops, x, (), is_first_microbatch, self)
             bias = [normalised.pop()] if self.return_bias else []
         return (y, *bias, *normalised) if bias or normalised else y
@@ -221,7 +221,7 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
         self._wire(f"{name}.fc1", f"{name}.fc2")
 
     def _wire(self, fc1: str, fc2: str) -> None:
-        """Tell the linears who consumes what lies between them."""
+        """Tell the linears who consumes the tensors between them."""
         self.fc1.output_quantizer_role = QuantizerRole("linear", "input", fc2)
         self.fc2.grad_input_quantizer_role = QuantizerRole("linear", "grad_output", fc1)
 

@@ -126,7 +126,7 @@ def run_backward(
         of_operands = [*gradients_here, *of_operands]
         last, extra, at = first, extra - stage.extra_outputs, start
         if not any(needs[2:at]):
-            break  # what is before saved nothing
+            break  # earlier stages saved nothing
     missing = at - FIXED
     return None, None, handed[0] if needs[2] else None, *[None] * missing, *of_operands
 
@@ -146,7 +146,7 @@ _unwrap = torch._C._functorch.unwrap_if_dead  # type: ignore[attr-defined]
 
 
 def apply_eagerly(forward: Stages, backward: Backward, x: Tensor, *operands: object) -> Outputs:
-    """`PipelineFunction.apply` where neither a trace nor a transform of torch.func runs, in less host time."""
+    """`PipelineFunction.apply` outside of traces and transforms of torch.func, in less host time."""
     around, FORWARD.is_alone = FORWARD.is_alone, backward.alone
     try:
         return _apply(forward, backward, _unwrap(x), *operands)
@@ -192,7 +192,7 @@ FIXED = 3
 
 
 def pack(saved: Sequence[Saved]) -> tuple[Shells, list[Tensor | None]]:
-    """What each basic stage saved, as shells and a flat list of buffers."""
+    """The saved values of each basic stage, as shells and a flat list of buffers."""
     shells: Shells = []
     tensors: list[Tensor | None] = []
     for each in saved:
@@ -263,7 +263,7 @@ class WithGradient(torch.autograd.Function):
 
 
 def with_gradient(value: Callable[..., T], gradients: Callable[..., Gradients], *x: Tensor) -> T:
-    """`value(*x)`. `gradients` gives those of each x from those of the outputs, unless no output has one."""
+    """`value(*x)`. `gradients` computes the gradient of each x from those of the outputs, if an output has one."""
     return WithGradient.apply(value, gradients, *x)
 
 

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class TensorInfo(NamedTuple):
-    """What is known of a tensor between two ops before anything runs.
+    """What is known about a tensor between two ops before anything runs.
 
-    `width` is its last dimension and `rows` the product of the others; None if unknown. `quantizer`: of a quantized
-    tensor.
+    `width` is its last dimension and `rows` the product of the others; None if unknown. `quantizer` is that of a
+    quantized tensor.
     """
 
     device: str
@@ -67,7 +67,7 @@ def is_distributed(x: object) -> "TypeGuard[DTensor]":
 
 
 def title(owner: object) -> str:
-    """How errors name a module. Only errors ask: in a trace the name of a module would be a guard."""
+    """The name of a module in errors. Only errors ask for it: in a trace the name of a module would be a guard."""
     return getattr(owner, "__dict__", {}).get("module_name", "") or "a module"
 
 
@@ -117,7 +117,7 @@ def require_fit(owner: object, info: TensorInfo, weight: Tensor, bias: Tensor | 
             f"{title(owner)} takes (..., {width}) in {weight.dtype}; "
             f"got (..., {info.width}) in {info.dtype}: cast or reshape the input"
         )
-    # Kernels see the address of a bias alone.
+    # Kernels only see the address of a bias.
     if bias is not None and (bias.shape != weight.shape[:1] or bias.device != weight.device):
         raise UserError(
             f"{title(owner)}: its bias is {tuple(bias.shape)} on {bias.device}; "
@@ -170,7 +170,7 @@ class Op(Channels, KnownRoles):
         getattr(super(), "__setstate__", self.__dict__.update)(state)
 
     def __repr__(self) -> str:
-        """As torch's. An export to ONNX prints the model before it guards against errors, so it is refused here."""
+        """Like torch's. An export to ONNX prints the model before it guards against errors, so it is refused here."""
         onnx, recipe = sys.modules.get("torch.onnx"), self._recipe_in_use
         if onnx is not None and onnx.is_in_onnx_export() and type(recipe) is not type(HIGH_PRECISION):
             raise UserError(
@@ -252,7 +252,7 @@ def run(
         operands += op.operands(stage, before, next(accepted) if op.extra_inputs else (), *parameters)
     if info.device == "meta" or not torch.is_autocast_enabled(info.device):
         y = apply(forward, backward, x, *operands)
-    else:  # operands are cast already: torch.autocast must not cast what is inside of products and epilogues
+    else:  # operands are cast already: torch.autocast must not cast inside of products and epilogues
         with torch.autocast(info.device, enabled=False):
             y = apply(forward, backward, x, *operands)
     if backward.again is not None and backward.again.marks:
@@ -263,7 +263,7 @@ def run(
 
 
 def _special_run(x: Tensor, may_trace: bool) -> Callable[..., Any]:
-    """What runs a call whose input is deferred or a DTensor."""
+    """The function that runs a call whose input is deferred or a DTensor."""
     if type(x) is DeferredOutput:
         return x.reader.read
     if may_trace and (torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules):
@@ -278,7 +278,7 @@ def _special_run(x: Tensor, may_trace: bool) -> Callable[..., Any]:
 def _accepted(
     linked: Sequence[tuple[Op, Stage, TensorInfo, Sequence[object]]], extra: Sequence[object], count: int
 ) -> Iterator[Sequence[object]]:
-    """The further inputs of each op as its stage wants them. UserError unless there are `count` in all."""
+    """The further inputs of each op in the form that its stage takes. UserError unless there are `count` in all."""
     if count != len(extra):
         raise UserError(f"{len(extra)} further inputs were given to ops that take {count}; pass one for each")
     at, accepted = 0, []
@@ -290,7 +290,7 @@ def _accepted(
 
 
 class Rewritten(dict[tuple[object, ...], tuple[tuple[Stage, ...], Backward, bool]]):
-    """Rewritten forms by tuple of stages. They are for this process alone, so copies and pickles are empty."""
+    """Rewritten forms by tuple of stages. They belong to this process, so copies and pickles are empty."""
 
     def __reduce__(self) -> "tuple[type[Rewritten], tuple[()]]":
         return Rewritten, ()

@@ -71,7 +71,7 @@ def placement_of(x: DTensor, name: str) -> Placement:
 
 
 def whole(x: DTensor) -> DTensor:
-    """What all ranks hold of it together, on each of them."""
+    """The whole value, from the parts of all ranks, on each rank."""
     everywhere = [Replicate()] * x.device_mesh.ndim
     return DTensor.from_local(x.full_tensor().detach(), x.device_mesh, everywhere, run_check=False)
 
@@ -83,7 +83,7 @@ def run_spread(
     first: bool | Tensor | None,
     owner: object,
 ) -> "DTensor | LocalPieces":
-    """`run` for a DTensor: one op after the other, each on local tensors."""
+    """`run` for a DTensor: the ops run one by one on local tensors."""
     name = getattr(owner, "module_name", "") or type(owner).__name__
     if extra:
         raise UserError(f"{name} takes further inputs as local tensors beside a local tensor: pass to_local() of each")
@@ -92,7 +92,7 @@ def run_spread(
             raise UserError(f"{name}: an op takes no output of pieces that lie on ranks; give it to_local() of them")
         spread = Spread(x.device_mesh, placement_of(x, f"the input of {name}"), tuple(x.shape))
         output = one.spread(spread)
-        # A sum over columns that are cut into shards is owed by whoever replicated the input.
+        # If columns are cut into shards, the sum over them is part of the backward of what replicated the input.
         cut = spread.dim is None and output.dim is not None
         local = to_local(x, Partial() if cut else spread.placement)
         if output.dim and spread.cuts_last and not output.cuts_last:  # to be scattered: (ranks * first dimension, ...)
