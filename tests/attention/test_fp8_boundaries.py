@@ -82,3 +82,14 @@ def test_a_compiled_layer_has_the_bits_of_an_eager_one() -> None:
     run = torch.compile(module, fullgraph=True, backend="aot_eager")
     for ours, theirs in zip(step(module, x, run), step(module, x), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_quantized_heads_are_not_exported_and_fp8_dpa_is(strict: bool) -> None:
+    x = torch.randn(2, 16, 64)
+    with torch.no_grad():
+        m = MultiheadAttention(64, 2, recipe=FP8, qkv_format="bshd").eval()
+        with pytest.raises(duotone.UserError, match="takes no quantized heads: give a recipe with fp8_dpa"):
+            torch.export.export(m, (x,), strict=strict)
+        m = MultiheadAttention(64, 2, recipe=DPA, qkv_format="bshd").eval()
+        assert torch.equal(torch.export.export(m, (x,), strict=strict).module()(x), m(x))

@@ -18,6 +18,7 @@ from duotone.modules.fused_module import ModuleGroup
 from duotone.numbered import ByName
 from duotone.pipeline.op import is_distributed
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
+from duotone.planned.traced_stages import refuse_export
 from duotone.recipes.recipe import Recipe, RecipeLike, drop_dead
 from duotone.recipes.roles import QuantizerRole
 from duotone.state.torch_private import in_context_parallel
@@ -210,9 +211,11 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
             return False, False
         output, gradient = getattr(self._crossing, recipe.key, (False, False))
         # Ranks that share a sequence agree on the scales of their keys when attention encodes them.
-        output = output and not in_context_parallel()
+        output = output and not is_turned and not in_context_parallel()
+        if output and torch.compiler._is_exporting_flag:
+            refuse_export("torch.export takes no quantized heads: give a recipe with fp8_dpa in the place of fp8_mha")
         # No trace makes quantized gradients. Attention then encodes the gradient itself, to the same codes.
-        return output and not is_turned, gradient and not torch.compiler.is_dynamo_compiling()
+        return output, gradient and not torch.compiler.is_dynamo_compiling()
 
     def _crosses(self, recipe: Recipe) -> tuple[bool, bool]:
         if not self.core_attention.requested(recipe):
