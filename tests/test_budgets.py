@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39869
+LIBRARY_LINES = 39868
 TOOL_LINES = 7953
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -23,7 +23,7 @@ BANNED = frozenset(
 BENCH = Path(__file__).parent.parent / "bench"
 
 BUDGETS = {
-    "attention": (2964, 20, 0),
+    "attention": (2963, 20, 0),
     "cli": (1547, 2, 0),
     "comm": (200, 1, 0),
     "compat": (2519, 7, 0),

@@ -143,9 +143,8 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
             raise UserError("encoder_output is for layer_type 'decoder', which needs it; 'encoder' takes none")
         first = {"is_first_microbatch": is_first_microbatch}
         masking = {"attn_mask_type": self_attn_mask_type, "window_size": window_size}
-        if self.inter_attention is None or self.self_attention.takes_lengths(
-            self_attn_mask_type
-        ):  # else of cross attention
+        # with cross attention, lengths may belong to only one of the two
+        if self.inter_attention is None or self.self_attention.takes_lengths(self_attn_mask_type):
             masking["cu_seqlens_q"] = cu_seqlens_q
         of_self = {"rotary_pos_emb": rotary_pos_emb, "kv_cache": kv_cache}
         mixed = self.self_attention(hidden_states, attention_mask, **of_self, **masking, **first)
@@ -153,7 +152,7 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
         if self.inter_attention is not None:
             masking = {"attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size}
             masking["cu_seqlens_kv"] = cu_seqlens_kv
-            if self.inter_attention.takes_lengths(enc_dec_attn_mask_type):  # else of self attention
+            if self.inter_attention.takes_lengths(enc_dec_attn_mask_type):
                 masking["cu_seqlens_q"] = cu_seqlens_q
             mixed = self.inter_attention(out, enc_dec_attn_mask, encoder_output, **masking, **first)
             out = self._add(mixed, out)
