@@ -115,6 +115,16 @@ def test_a_block_runs_as_it_is_written(
             exec(compile(part, f"{page}, block {number}", "exec"), names)
 
 
+def test_the_model_on_paper_prints_the_table_of_its_page(capsys) -> None:
+    (code,) = [code for page, _, code in BLOCKS if page == "docs/many-gpus.md"]
+    exec(compile(code, "docs/many-gpus.md", "exec"), {})
+    lines = [re.sub(r"'\S+':", "", line) for line in capsys.readouterr().out.splitlines()]  # without names of recipes
+    text = (ROOT / "docs/many-gpus.md").read_text()
+    rows = re.findall(r"^\| [\d,]+ \| \d+, \d+ \| \d+, \d+ \|$", text, re.MULTILINE)
+    numbers = [re.findall(r"\d+", re.sub(r"(?<=\d),(?=\d)", "", row)) for row in rows]
+    assert len(rows) == 5 and numbers == [re.findall(r"\d+", line) for line in lines]
+
+
 def test_recipes_in_toml_load(tmp_path) -> None:
     texts = [text for page in PAGES for text in re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.M | re.S)]
     assert len(texts) > 5
