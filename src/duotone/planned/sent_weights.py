@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from duotone.comm import group_size
+from duotone.comm import group_size, require_same
 from duotone.comm.pieces import piece_of
 from duotone.dispatch.stages import amaxes_of
 from duotone.errors import UserError
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 SIDES = ROWWISE, COLUMNWISE
+UNLIKE = "would gather other planes", "give all of them the same recipe, in autocast, too"
 
 
 def gather_quantized(model: nn.Module) -> nn.Module:
@@ -107,6 +108,7 @@ class SentWeight:
         self.shard, mesh = parameter._local_tensor, parameter.device_mesh
         self.cuts = [(mesh.get_group(at).group_name, dim) for at, dim in cuts_of(parameter)]
         """The groups of ranks that cut the weight, and the dimension that each cuts. The first one is of FSDP2."""
+        self.groups = [group.group_name for group in mesh.get_all_groups()]
         self.weight: OperandPlan | None = None
         self.gathers = Gathers((None, None), False)
         self.stamp: tuple[int, ...] = ()
@@ -131,6 +133,7 @@ class SentWeight:
         del outer_stride, module
         if self.weight is None:
             self.prepare(mp_policy.param_dtype or self.shard.dtype, outer_size[0])
+            self.require_alike()
         in_forward = torch._C._current_graph_task_id() == -1
         if self.stamp != self.writes or (self.is_sent and in_forward):
             agree_on_amaxes([*self.of_model()])
@@ -194,6 +197,15 @@ class SentWeight:
             return []
         turned = side is COLUMNWISE and not fmt.is_derivable
         return [cut for cut in self.cuts if fmt.is_delayed or spans(fmt, 1 - cut[1] if turned else cut[1])]
+
+    def require_alike(self) -> None:
+        """UserError on all ranks if they would gather other planes of the model. Its first gather compares them."""
+        names: list[str] = []
+        for sent in self.of_model():
+            formats = (fmt and fmt.name for fmt in sent.gathers.formats)
+            names.append(f"{delayed_states.name_on_all_ranks(sent.module)}: {', '.join(map(str, formats))}")
+        for group in self.groups:
+            require_same(names, self.shard.device, group, UNLIKE)
 
     @property
     def writes(self) -> tuple[int, ...]:
