@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 39880
-TOOL_LINES = 7953
+TOOL_LINES = 7958
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -33,7 +33,7 @@ BUDGETS = {
     "formats": (1502, 0, 0),
     "integrations": (772, 11, 0),
     "kernels": (5048, 0, 0),
-    "lab": (3889, 14, 0),
+    "lab": (3894, 14, 0),
     "linear": (1933, 5, 0),
     "modules": (739, 3, 0),
     "observe": (2324, 6, 0),

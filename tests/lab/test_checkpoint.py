@@ -145,3 +145,10 @@ def test_an_untied_model_is_not_the_tied_one(tmp_path):
     path = checkpoint.save(tmp_path, make(1))
     with pytest.raises(UserError, match=r"lm_head.weight is tied to embedding.weight there and \(3, 4\)"):
         checkpoint.require_same_model(checkpoint.load(path), untied, path)
+
+
+def test_a_checkpoint_of_ranks_says_how_to_resume_it(tmp_path):
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000002" / ".metadata").write_bytes(b"")
+    with pytest.raises(UserError, match="of a run over ranks: resume it under torchrun with --parallel"):
+        checkpoint.load(checkpoint.latest(tmp_path))

@@ -21,6 +21,9 @@ from duotone.errors import UserError
 from duotone.lab import files
 
 MODEL, TRAINING, META, DIGESTS = "model.safetensors", "training.safetensors", "meta.json", "SHA256SUMS"
+OF_RANKS = ".metadata"
+"""In checkpoints of torch.distributed, which `--parallel` saves."""
+
 LAYOUT = 1
 MOST = 3
 OBSERVED = "observed/"
@@ -91,6 +94,8 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int = MOST) -> Path:
 
 def load(path: Path) -> Checkpoint:
     """Read and verify the checkpoint in the folder `path`; UserError if it is incomplete or damaged."""
+    if (path / OF_RANKS).exists():
+        raise UserError(f"the checkpoint {path} is of a run over ranks: resume it under torchrun with --parallel")
     digests, *contents = (_read(path, name) for name in (DIGESTS, MODEL, TRAINING, META))
     lines = digests.decode(errors="replace").splitlines()
     for name, content in zip((MODEL, TRAINING, META), contents, strict=True):
