@@ -2,11 +2,13 @@
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import recipes
@@ -154,3 +156,25 @@ def test_query_key_and_value_may_share_a_tensor(kind: str) -> None:
             return self.core(*SHARED[kind](x, z)) + (x * z).flatten(2)
 
     compare(Shares(), torch.randn(2, 16, 2, 32).bfloat16(), torch.randn(2, 16, 2, 32).bfloat16())
+
+
+def test_a_checkpoint_and_calls_without_gradients_record_delayed_scales_as_eager_code_does() -> None:
+    """The scale of the saved output serves the backward alone. Inputs without gradients are measured, too."""
+    recipe = duotone.DelayedScaling(fp8_dpa=True)
+    eager = DotProductAttention(2, 32, qkv_format="bshd", recipe=recipe, name="a")
+    compiled = copy.deepcopy(eager)
+
+    def train(core: nn.Module, how) -> list[Tensor]:
+        run = how(lambda x: checkpoint(lambda t: core(t, t * 2, t), x, use_reentrant=False))
+        inputs = torch.randn(4, 2, 16, 2, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+        leaves = [x.requires_grad_() for x in inputs[:3].unbind()]
+        how(core)(*inputs[3:].expand(3, -1, -1, -1, -1).unbind())
+        for x in leaves:
+            run(x).float().square().sum().backward()
+        return [*[x.grad for x in leaves], *core.buffers()]
+
+    got, expected = (
+        train(compiled, partial(torch.compile, backend="aot_eager", fullgraph=True)),
+        train(eager, lambda f: f),
+    )
+    assert all(map(torch.equal, got, expected))

@@ -162,6 +162,9 @@ class AttentionStage(Stage):
         if not self.call.tracks:
             return y, ()
         saved_out = self.out.encode(out, ROWWISE, seed)
+        if self.handle is not None and any(self.out.context.slots):
+            # Else a partitioner moves this scale to the backward of a checkpoint, where no amax is recorded.
+            y = torch.where(saved_out[0].parts["scale"].isnan(), y, y)
         # Backward reads one plane of value: only the product of forward reads the columnwise one.
         flat = [plane for each in (*planes[:2], planes[2][:1], saved_out) for plane in each]
         return y, (*flat, lse, seen, (sizes,), (seed,), (row_scale if col_scale is None else col_scale,))

@@ -21,7 +21,7 @@ from duotone.planned.delayed_states import BACKWARD_STATE, FORWARD_STATE, agreed
 from duotone.planned.traced_stages import numbered
 from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
 from duotone.state.delayed_slot import DelayedSlot
-from duotone.state.region import AMAX_MODES, AmaxMode, mode_now
+from duotone.state.region import AMAX_MODES, AmaxMode, mode_now, traced_mode
 from duotone.state.rolling import roll_after
 from duotone.tensor.context import QuantizeContext, Slot
 
@@ -97,7 +97,7 @@ class LowPrecision:
             side = whole(ranks.size * q.shape[axis], q.device)
             seen = ranks.local_spans(spans((side, side), window, False), q.shape[axis])
         tracks = tracks and (q.requires_grad or k.requires_grad or v.requires_grad)
-        mode = (AmaxMode.RECORD if tracks else AmaxMode.USE) if compiling else mode_now()
+        mode = traced_mode() if compiling else mode_now()
         tracks = tracks or mode is AmaxMode.DEFER  # so that the forward uses every delayed scale as the recompute does
         where = recipe.key, str(q.device), group, mode.value, layout
         causal, groups = window == (-1, 0) and seen is None, module.heads_of(q)[1]

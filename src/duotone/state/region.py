@@ -249,6 +249,13 @@ STACK.shapes_only = (AutocastRegion(HighPrecision(), "", None),)
 """While only shapes matter, no seed advances and no amax is recorded."""
 
 
+def traced_mode() -> AmaxMode:
+    """The mode of forward code that a trace sees now. Its graph knows by itself when it recomputes."""
+    if torch.is_grad_enabled():
+        return AmaxMode.RECORD
+    return AmaxMode.DEFER if STACK.defers else AmaxMode.USE
+
+
 def active_region() -> AutocastRegion | None:
     """The innermost enclosing region, or None outside of any. Raises UserError if `innermost` does."""
     return innermost(STACK.regions, "autocast")
