@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.graph_ops import define_op
-from duotone.state import frames, torch_private
+from duotone.state import frames
 from duotone.state.region import in_backward
+from duotone.state.torch_private import once
 
 BUFFER = "duotone_seed"
 
@@ -75,14 +76,8 @@ def _empty_seed(buffer: Tensor, count: int) -> Tensor:
     return torch.empty_like(buffer)
 
 
-def _take_seed_once(buffer: Tensor, count: int) -> Tensor:
-    """As a trace calls it: a checkpoint in the graph does not run it again, so its backward has this seed."""
-    with torch_private.saved_in_graphs():
-        return torch.ops.duotone.take_seed(buffer, count)
-
-
 define_op("take_seed(Tensor(a!) buffer, int count) -> Tensor", _take_seed, _empty_seed)
-define_op("take_seed_once(Tensor(a!) buffer, int count) -> Tensor", _take_seed_once)
+define_op("take_seed_once(Tensor(a!) buffer, int count) -> Tensor", once(torch.ops.duotone.take_seed))
 
 
 def rng_state(model: nn.Module) -> dict[str, Tensor]:

@@ -6,12 +6,13 @@ A release that drops one of them breaks here, or in tests/state and tests/module
 import ctypes
 import itertools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.utils._python_dispatch import _disable_current_modes
@@ -109,18 +110,23 @@ def is_graph_recomputed() -> bool:
     return tracer.parent is not None
 
 
-@contextmanager
-def saved_in_graphs() -> Iterator[None]:
-    """In a trace of AOTAutograd: a backward reads the results of these ops, which no checkpoint runs again."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+def once(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An op as a trace calls it: a checkpoint in the graph saves its result, and does not run it again."""
 
-    mode = get_proxy_mode()
-    before = 0 if mode is None else len(mode.tracer.graph.nodes)
-    yield
-    if mode is not None:
-        nodes = mode.tracer.graph.nodes
-        for node in itertools.islice(reversed(nodes), len(nodes) - before):
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    def run(*arguments: object) -> Tensor:
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        mode = get_proxy_mode()
+        before = 0 if mode is None else len(mode.tracer.graph.nodes)
+        result = op(*arguments)
+        if mode is not None:
+            nodes = mode.tracer.graph.nodes
+            for node in itertools.islice(reversed(nodes), len(nodes) - before):
+                if node.meta.get("recompute") is not None:
+                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return result
+
+    return run
 
 
 def specialized(number: float) -> float:
