@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39891
+LIBRARY_LINES = 39892
 TOOL_LINES = 7958
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -41,7 +41,7 @@ BUDGETS = {
     "optim": (855, 3, 0),
     "package": (348, 1, 0),
     "pipeline": (1606, 15, 0),
-    "planned": (3455, 16, 0),
+    "planned": (3456, 16, 0),
     "recipes": (2017, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1435, 0, 0),

@@ -41,7 +41,8 @@ class WrappedModels:
     name, which some libraries bring, cannot be asked.
     """
 
-    is_registered = False
+    def __init__(self) -> None:
+        self.is_registered = False
 
     def register(self) -> None:
         """Start to compare, unless it was started before."""
