@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from duotone.dispatch import stages
+from duotone.errors import UserError
 
 BACKEND = sys.argv[4] if len(sys.argv) > 4 else "gloo"
 """Of the process group. Workers run on any: "gloo", "nccl", and "cpu:gloo,cuda:nccl"."""
@@ -73,3 +75,28 @@ def same(got: torch.Tensor, want: torch.Tensor, what: str = "") -> None:
     got, want = got.cpu(), want.cpu()
     different = (got != want) & ~((got != got) & (want != want))
     assert not different.any(), f"{what}: {int(different.sum())} of {got.numel()} elements differ"
+
+
+def same_product(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    """Equal bits. On a GPU, products of another size may add in another order."""
+    if DEVICE == "cpu":
+        same(got, want, what)
+    else:
+        close(got, want, 2.0**-7, what)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, bound: float, what: str) -> None:
+    """The norm of the error, relative to that of the wanted tensor, is at most `bound`. A DTensor is gathered."""
+    got = got.full_tensor() if isinstance(got, DTensor) else got
+    error = float((got.double() - want.double()).norm() / want.double().norm())
+    assert error <= bound, f"{what}: relative error {error} above {bound}"
+
+
+def refused(call: Callable[[], object], words: str, kind: type[Exception] = UserError) -> None:
+    """The call fails with one line that has these words."""
+    try:
+        call()
+    except kind as error:
+        assert words in str(error) and "\n" not in str(error), error
+    else:
+        raise AssertionError(f"nothing was refused: {words}")

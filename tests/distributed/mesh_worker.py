@@ -8,7 +8,8 @@ from unittest import mock
 import checks
 import torch
 import torch.distributed as dist
-from checks import check, mesh
+from checks import check, close, mesh, refused
+from checks import same_product as same
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import duotone
 from duotone import recipes
 from duotone.comm import collectives
-from duotone.errors import RecipeError, UserError
+from duotone.errors import RecipeError
 from duotone.recipes import Recipe, Rule, RuleRecipe
 
 TOKENS = 32
@@ -83,19 +84,6 @@ def near_sum(got: DTensor, want: Tensor, what: str) -> None:
     bound = 2.0**-7 * sum(part.double().abs() for part in parts)
     worst = ((sum(part.double() for part in parts) - want.double()).abs() - bound).max()
     assert worst <= 0, f"{what}: {worst} above the bound"
-
-
-def close(got: Tensor, want: Tensor, bound: float, what: str) -> None:
-    error = float((got.double() - want.double()).norm() / want.double().norm())
-    assert error <= bound, f"{what}: relative error {error} above {bound}"
-
-
-def same(got: Tensor, want: Tensor, what: str) -> None:
-    """Equal bits. On a GPU, products of another size may add in another order."""
-    if checks.DEVICE == "cpu":
-        checks.same(got, want, what)
-    else:
-        close(got, want, 2.0**-7, what)
 
 
 @check
@@ -397,15 +385,6 @@ def models_are_planned_measured_saved_and_reverted(folder: Path) -> None:
     duotone.revert(m)
     assert type(m[0]) is nn.Linear and m[0].weight.placements == (Shard(0),)
     close(m(x), y, 0.1, "high precision")
-
-
-def refused(call, words: str, kind: type[Exception] = UserError) -> None:  # type: ignore[no-untyped-def]
-    try:
-        call()
-    except kind as error:
-        assert words in str(error) and "\n" not in str(error), error
-    else:
-        raise AssertionError(f"nothing was refused: {words}")
 
 
 @check

@@ -11,7 +11,8 @@ import checks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checks import check, mesh
+from checks import check, close, mesh, refused
+from checks import same_product as same
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -28,7 +29,6 @@ from torch.distributed.tensor.parallel import (
 import duotone
 from duotone import recipes
 from duotone.dispatch.produced_ops import rows_below
-from duotone.errors import UserError
 
 EXACT = "bf16"
 """The recipe that quantizes nothing. Its modules here have parameters in fp32, so that orders of sums show alone."""
@@ -64,20 +64,6 @@ def layer(recipe: str = EXACT, **options: Any) -> nn.Module:
     return make(duotone.TransformerLayer, 64, 128, 4, recipe=recipe, activation="swiglu", split_gate=True, **options)
 
 
-def close(got: Tensor, want: Tensor, bound: float, what: str) -> None:
-    got = got.full_tensor() if isinstance(got, DTensor) else got
-    error = float((got.double() - want.double()).norm() / want.double().norm())
-    assert error <= bound, f"{what}: relative error {error} above {bound}"
-
-
-def same(got: Tensor, want: Tensor, what: str) -> None:
-    """Equal bits. On a GPU, products of another size may add in another order."""
-    if checks.DEVICE == "cpu":
-        checks.same(got, want, what)
-    else:
-        close(got, want, 2.0**-7, what)
-
-
 def compare(m: nn.Module, plan: Plan, recipe: str, x: Tensor, exact: tuple[str, ...] = (), **call: Any) -> nn.Module:
     """A step of the module, and of its copy that the plan cuts. Gradients of `exact` have equal bits."""
     cut = parallelize_module(copy.deepcopy(m), mesh(), plan)
@@ -95,15 +81,6 @@ def compare(m: nn.Module, plan: Plan, recipe: str, x: Tensor, exact: tuple[str, 
         if name in exact and recipe != EXACT:
             same(p.grad.full_tensor(), want[name].grad, f"{recipe}: gradient of {name}")
     return cut
-
-
-def refused(call: Callable[[], object], words: str) -> None:
-    try:
-        call()
-    except UserError as error:
-        assert words in str(error) and "\n" not in str(error), error
-    else:
-        raise AssertionError(f"nothing was refused: {words}")
 
 
 @check
