@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39892
+LIBRARY_LINES = 39896
 TOOL_LINES = 7958
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -23,7 +23,7 @@ BANNED = frozenset(
 BENCH = Path(__file__).parent.parent / "bench"
 
 BUDGETS = {
-    "attention": (2966, 20, 0),
+    "attention": (2965, 20, 0),
     "cli": (1547, 2, 0),
     "comm": (200, 1, 0),
     "compat": (2519, 7, 0),
@@ -46,7 +46,7 @@ BUDGETS = {
     "report": (1745, 0, 0),
     "serving": (1435, 0, 0),
     "state": (1903, 11, 0),
-    "tensor": (2888, 16, 0),
+    "tensor": (2893, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

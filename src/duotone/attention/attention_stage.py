@@ -22,7 +22,7 @@ from duotone.numbered import Numbered
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.planned.traced_stages import TracedSlot, owner_of
 from duotone.tensor import QuantizedTensor
-from duotone.tensor.plane import Plane, Usage
+from duotone.tensor.plane import Plane, Usage, after
 
 if TYPE_CHECKING:
     from duotone.attention.low_precision import LowPrecision
@@ -163,8 +163,7 @@ class AttentionStage(Stage):
             return y, ()
         saved_out = self.out.encode(out, ROWWISE, seed)
         if self.handle is not None and any(self.out.context.slots):
-            # Else a partitioner moves this scale to the backward of a checkpoint, where no amax is recorded.
-            y = torch.where(saved_out[0].parts["scale"].isnan(), y, y)
+            y = after(y, saved_out[0].parts["scale"])
         # Backward reads one plane of value: only the product of forward reads the columnwise one.
         flat = [plane for each in (*planes[:2], planes[2][:1], saved_out) for plane in each]
         return y, (*flat, lse, seen, (sizes,), (seed,), (row_scale if col_scale is None else col_scale,))

@@ -100,12 +100,6 @@ class Plane:
         """The plane over other buffers with the same meaning: moved, cloned, detached."""
         return Plane(self.format, {name: change(part) for name, part in self.parts.items()}, self.shape)
 
-    def after(self, scale: Tensor) -> "Plane":
-        """In a graph: the same plane, which depends on a scale, (1,), that it does not read."""
-        name = "scale" if "scale" in self.parts else "codes"
-        part = self.parts[name]
-        return Plane(self.format, {**self.parts, name: torch.where(scale.isnan(), part, part)}, self.shape)
-
     def narrow(self, dim: int, start: int, stop: int) -> "Plane | None":
         """Rows (dim 0) or columns (dim 1) start..stop as views. None if that would cut a block."""
         extent, step = self.shape[dim], self.format.alignment[dim]
@@ -276,6 +270,15 @@ def _encode_traced(
         None if row is None else Plane(row, of_row, (rows, cols)),
         None if col is None else Plane(col, of_col, (cols, rows)),
     )
+
+
+def after(x: Tensor, scale: Tensor) -> Tensor:
+    """In a graph: x, which depends on a scale, (1,), so that the scale is computed where x is.
+
+    Else a partitioner moves a delayed scale that only the backward reads to the backward. There it is a later one, and
+    no amax is recorded.
+    """
+    return torch.where(scale.isnan(), x, x)
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

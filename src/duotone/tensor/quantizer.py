@@ -14,7 +14,7 @@ from duotone.formats.elements import Stages
 from duotone.numbered import ByName, constant_in_traces
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.history import History
-from duotone.tensor.plane import BOTH, Plane, Planes, Usage, encode_once
+from duotone.tensor.plane import BOTH, Plane, Planes, Usage, after, encode_once
 from duotone.tensor.plane_tensor import check_source, matrix_shape, plain
 from duotone.tensor.quantized import QuantizedTensor
 from duotone.tensor.shards import PairedShard, ask, spans
@@ -133,7 +133,9 @@ class Quantizer:
         row, col = planes
         if row is None or col is None or not torch.compiler.is_dynamo_compiling() or not self.delayed[1]:
             return planes
-        return Planes(row.after(col.parts["scale"]), col)
+        name = "scale" if "scale" in row.parts else "codes"
+        parts = {**row.parts, name: after(row.parts[name], col.parts["scale"])}
+        return Planes(Plane(row.format, parts, row.shape), col)
 
     def encode_produced(
         self, producer: "FusedProducer | TracedProducer", usage: Usage, ctx: QuantizeContext
