@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39896
+LIBRARY_LINES = 39909
 TOOL_LINES = 7958
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -45,7 +45,7 @@ BUDGETS = {
     "recipes": (2017, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1435, 0, 0),
-    "state": (1903, 11, 0),
+    "state": (1916, 11, 0),
     "tensor": (2893, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

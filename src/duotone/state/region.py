@@ -27,6 +27,7 @@ from duotone.state.torch_private import (
     in_pipeline,
     is_forward_grad_enabled,
     top_saved_hooks,
+    write_in_trace,
 )
 
 
@@ -194,21 +195,26 @@ class RegionManager(Generic[R]):
         if self._region is not None:
             name = type(self).__name__
             raise RuntimeError(f"this {name} is entered already; make a new one for each nested region")
-        region = self._region = self.region_type(*self._options)
+        region = self.region_type(*self._options)
         if torch.compiler.is_dynamo_compiling():
-            self.stack.regions = (*self.stack.regions, region)
+            write_in_trace(self._write, region, (*self.stack.regions, region))
         else:
+            self._region = region
             self.stack.enter(region)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        region, self._region = self._region, None
+        region = self._region
         assert region is not None
         if torch.compiler.is_dynamo_compiling():
-            self.stack.regions = without(self.stack.regions, region)
+            write_in_trace(self._write, None, without(self.stack.regions, region))
         else:
+            self._region = None
             self.stack.leave(region)
         self.end(region, failed=exception[0] is not None)
+
+    def _write(self, region: R | None, regions: tuple[R, ...]) -> None:
+        self._region, self.stack.regions = region, regions
 
     def end(self, region: R, *, failed: bool) -> None:
         """Called when a region has ended, with an exception or without."""

@@ -129,6 +129,13 @@ def once(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def write_in_trace(write: Callable[..., None], *arguments: object) -> None:
+    """In a trace: write to objects from outside of a checkpoint, which are written back before it ends."""
+    from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as unchecked
+
+    unchecked(write, *arguments)
+
+
 def specialized(number: float) -> float:
     """In a trace: a number as a constant, with a guard. A dynamic trace has variables for numbers of modules."""
     from torch.fx.experimental.symbolic_shapes import guard_scalar
