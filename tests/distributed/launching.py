@@ -1,16 +1,21 @@
 """Runs worker scripts on ranks, and collects what their checks say."""
 
+import faulthandler
 import gc
 import itertools
 import json
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +39,7 @@ def run(workers: Sequence[Path], folder: Path, world: int, rank: int, backend: s
     """In the process of a rank: run the scripts, as if each had been started alone. They print to two files."""
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
+    faulthandler.register(signal.SIGUSR1)  # prints where all threads are
     os.environ |= {"OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
     warnings.simplefilter("ignore")
     gc.freeze()  # what was imported: the collector walked over it again and again
@@ -93,25 +99,45 @@ def launch(
     ranks = [context.Process(target=run, args=(scripts, folder, world, rank, backend)) for rank in range(world)]
     for process in ranks:
         process.start()
-    for rank, process in enumerate(ranks):
-        process.join(timeout)
-        if process.exitcode is None:
-            for each in ranks:
-                each.kill()
-            ran = list(results(folder, world))
-            raise TimeoutError(f"rank {rank} did not end in {timeout} seconds; the last checks were {ran[-2:]}")
-        assert process.exitcode == (dies or {}).get(rank, 0), (
-            f"rank {rank}: {(folder / f'{rank}.err').read_text()[-3000:]}"
-        )
+    try:
+        for rank, process in enumerate(ranks):
+            process.join(timeout)
+            if process.exitcode is None:
+                raise TimeoutError(f"rank {rank} did not end in {timeout} seconds\n{whereabouts(ranks, folder)}")
+            assert process.exitcode == (dies or {}).get(rank, 0), (
+                f"rank {rank}: {(folder / f'{rank}.err').read_text()[-3000:]}"
+            )
+    finally:
+        for process in ranks:
+            process.kill()
     return results(folder, world)
+
+
+def whereabouts(ranks: Sequence[BaseProcess], folder: Path) -> str:
+    """The checks that failed on each rank, the last one that ended, and where its threads are."""
+    for process in ranks:
+        if process.is_alive() and process.pid:
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(1)
+    parts = []
+    for rank in range(len(ranks)):
+        ended = lines_of(folder, rank)
+        failed = [failure for check in ended for failure in check["failures"]]
+        last = ended[-1]["name"] if ended else "the start"
+        parts += [*failed, f"rank {rank}, after {last}: {(folder / f'{rank}.err').read_text()[-9000:]}"]
+    return "\n".join(parts)
+
+
+def lines_of(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """What the checks of a rank printed of themselves."""
+    lines = (folder / f"{rank}.out").read_text().splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def results(folder: Path, world: int) -> dict[str, list[str]]:
     """The failures of each check on all ranks, from what they printed."""
     failures: dict[str, list[str]] = {}
     for rank in range(world):
-        for line in (folder / f"{rank}.out").read_text().splitlines():
-            if line.startswith("{"):
-                check = json.loads(line)
-                failures.setdefault(check["name"], []).extend(check["failures"])
+        for check in lines_of(folder, rank):
+            failures.setdefault(check["name"], []).extend(check["failures"])
     return failures
