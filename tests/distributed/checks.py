@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import staged
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,9 +17,9 @@ from duotone.dispatch import stages
 from duotone.errors import UserError
 
 BACKEND = sys.argv[4] if len(sys.argv) > 4 else "gloo"
-"""Of the process group. Workers run on any: "gloo", "nccl", and "cpu:gloo,cuda:nccl"."""
-DEVICE = "cuda" if "nccl" in BACKEND else "cpu"
-"""Where tensors and modules lie by default. Each rank has its GPU."""
+"""Of the process group. Workers run on any: "gloo", "nccl", "cpu:gloo,cuda:nccl", and `staged.BACKEND`."""
+DEVICE = "cuda" if "nccl" in BACKEND or BACKEND == staged.BACKEND else "cpu"
+"""Where tensors and modules lie by default. Each rank has its GPU, or they share one under `staged.BACKEND`."""
 CHECKS: list[Callable[[Path], None]] = []
 
 
@@ -33,7 +34,9 @@ def start(folder: Path, world: int, rank: int, timeout: timedelta | None = None)
         return
     torch.set_num_threads(1)
     if DEVICE == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if BACKEND == staged.BACKEND:
+        staged.install()
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world, timeout=timeout)
 
