@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39909
-TOOL_LINES = 7958
+LIBRARY_LINES = 39969
+TOOL_LINES = 7959
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -23,26 +23,26 @@ BANNED = frozenset(
 BENCH = Path(__file__).parent.parent / "bench"
 
 BUDGETS = {
-    "attention": (2965, 20, 0),
+    "attention": (2963, 20, 0),
     "cli": (1547, 2, 0),
     "comm": (200, 1, 0),
-    "compat": (2519, 7, 0),
-    "conversion": (2708, 5, 0),
+    "compat": (2520, 7, 0),
+    "conversion": (2709, 5, 0),
     "dispatch": (3509, 1, 0),
     "distributed": (473, 3, 0),
     "formats": (1502, 0, 0),
-    "integrations": (772, 11, 0),
+    "integrations": (773, 11, 0),
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),
-    "linear": (1933, 5, 0),
-    "modules": (739, 3, 0),
-    "observe": (2324, 6, 0),
-    "ops": (1463, 0, 0),
+    "linear": (1937, 5, 0),
+    "modules": (742, 3, 0),
+    "observe": (2331, 6, 0),
+    "ops": (1465, 0, 0),
     "optim": (855, 3, 0),
     "package": (348, 1, 0),
-    "pipeline": (1606, 15, 0),
-    "planned": (3456, 16, 0),
-    "recipes": (2017, 6, 0),
+    "pipeline": (1636, 15, 0),
+    "planned": (3469, 16, 0),
+    "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1435, 0, 0),
     "state": (1916, 11, 0),

@@ -58,7 +58,7 @@ def test_rows_are_those_of_a_tap(recipe: str) -> None:
         with duotone.autocast(recipe=observe.with_statistics(recipes.load(recipe), sampler)):
             y = model(torch.randn(1024, 512, device="cuda").bfloat16())
         y.sum().backward()
-        rows.append(sampler.rows() if isinstance(sampler, observe.Tap) else sampler.send([]).read()[0])
+        rows.append(sampler.rows() if isinstance(sampler, observe.Tap) else sampler.send({}).read()[0])
     assert [(row["module"], row["role"], row["plane"], row["format"]) for row in rows[0]] == [
         (row["module"], row["role"], row["plane"], row["format"]) for row in rows[1]
     ]

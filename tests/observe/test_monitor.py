@@ -138,7 +138,7 @@ def test_rows_of_small_operands_agree_with_a_tap(recipe: str, tmp_path: Path) ->
             with duotone.autocast(recipe=observe.with_statistics(loaded, sampler)):
                 y = twin(torch.randn(32, 64).to(BF16))
             y.square().mean().backward()
-    rows, _ = statistics.send([]).read()
+    rows, _ = statistics.send({}).read()
     expected = tap.rows()
     assert [(r["module"], r["role"], r["plane"], r["format"]) for r in rows] == [
         (r["module"], r["role"], r["plane"], r["format"]) for r in expected
@@ -159,7 +159,7 @@ def test_counts_and_amax_are_of_the_whole_operand_and_errors_of_a_sample() -> No
     for sampler in (statistics, tap):
         with duotone.autocast(recipe=observe.with_statistics(recipes.load("mxfp8"), sampler)):
             linear(x)
-    row, other = statistics.send([]).read()[0][0], tap.rows()[0]
+    row, other = statistics.send({}).read()[0][0], tap.rows()[0]
     amax = x.nan_to_num(0, 0, 0).abs().max().item()
     assert (row["nan"], row["inf"]) == (1, 2) == (other["nan"], other["inf"])
     assert row["amax"] == pytest.approx(amax, rel=1e-4) and other["amax"] == amax
@@ -167,7 +167,7 @@ def test_counts_and_amax_are_of_the_whole_operand_and_errors_of_a_sample() -> No
     statistics = StepStatistics()
     with duotone.autocast(recipe=observe.with_statistics(recipes.load("mxfp8"), statistics)):
         linear(x)
-    row = statistics.send([]).read()[0][0]
+    row = statistics.send({}).read()[0][0]
     assert row["amax"] == 30 and row["snr_db"] == pytest.approx(31.5, abs=1) and x.numel() > 4 * SAMPLE
 
 
@@ -378,7 +378,7 @@ def test_a_transform_is_measured_in_whole_groups(width: int) -> None:
     fmt = formats.get("nvfp4_rht")
     plane = Plane(fmt, fmt.encode(x), (16, width))
     statistics.take(duotone.QuantizerRole("linear", "input", "a"), x, Planes(plane, None), (None, None))
-    (row,), _ = statistics.send([]).read()
+    (row,), _ = statistics.send({}).read()
     assert row["amax"] == pytest.approx(x.abs().max().item(), rel=1e-4)
     if width == 40:
         error = plane.dequantize(torch.float32)[:, :32] - x[:, :32]

@@ -10,7 +10,7 @@ from duotone.attention.heads import check_layout, from_heads, share_of, to_heads
 from duotone.attention.kv_cache import KVCache
 from duotone.attention.low_precision import Alike, LowPrecision, traced_pick
 from duotone.attention.masks import Masking, MaskType, Window, mask_type, seen_by, window_of
-from duotone.attention.meeting import UNNAMED, MeetsRecipes
+from duotone.attention.meeting import MeetsRecipes
 from duotone.attention.picks import Pick
 from duotone.attention.products import AttentionFormats, ProductPlan, product_rows, refused
 from duotone.attention.ranks import Ranks
@@ -27,9 +27,10 @@ from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
 from duotone.numbered import ByName
 from duotone.pipeline.slot_roles import BoundaryRoles, ConsumerRoles
+from duotone.pipeline.titles import title
 from duotone.planned import delayed_states, extra_state
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead
-from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
+from duotone.recipes.roles import ANYWHERE, UNNAMED, QuantizerRole, Site
 from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.state.region import AmaxMode, mode_now
 from duotone.state.torch_private import specialized
@@ -156,10 +157,8 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         ranks, axis = Ranks.now(), token_axis(layout)
         if ranks is None or query.shape[axis] == key.shape[axis]:
             return True, ranks
-        problem = (
-            f"{self.module_name} runs in high precision: context_parallel has no products of codes with a cache or "
-            "another number of keys"
-        )
+        cause = "context_parallel has no products of codes with a cache or another number of keys"
+        problem = f"{title(self)} runs in high precision: {cause}"
         if recipe.strict:
             raise RecipeError(f"strict: {problem}; leave roles of module type 'dpa' in high precision, or strict false")
         warnings.warn(problem, stacklevel=3)
@@ -218,7 +217,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             allowed = ", ".join(f"(..., {count}, {width})" for count, width in ends)
             got = ", ".join(f"{tuple(x.shape)} in {x.dtype}" for x in inputs)
             raise UserError(
-                f"{self.module_name} takes query, key and value as {layout} {allowed} of one batch and floating dtype, "
+                f"{title(self)} takes query, key and value as {layout} {allowed} of one batch and floating dtype, "
                 f"keys and values alike; got {got}: reshape or cast them"
             )
 
@@ -283,11 +282,11 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             low = [kind for kind, role in roles.items() if self._ask(recipe, role, COUNTS[kind])[0] != Quantizer()]
             kinds = [kind for kind in low if recipe.asks_for(roles[kind], self.site)]
             if kinds and recipe.strict and (refusal := self._problem(recipe, "cpu", 0.0).nowhere()):
-                raise refused(self.module_name, refusal)
+                raise refused(title(self), refusal)
             drop_dead(vars(self._requests))
             setattr(self._requests, recipe.key, kinds)
         if kinds and recipe.strict and self.dropout:
-            raise refused(self.module_name)
+            raise refused(title(self))
         return kinds
 
     def formats(self, recipe: Recipe, device: str = "", ranks: str = "") -> AttentionFormats:

@@ -9,11 +9,9 @@ from torch import nn
 from duotone.numbered import Numbered, constant_in_traces
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.recipes.recipe import Recipe, recipe_of
-from duotone.recipes.roles import Site
 from duotone.state.autocast_context import active_region
 from duotone.state.region import CallRegion, in_backward, mode_now
 
-UNNAMED = Site(named=False)
 _MODULES: "Numbered[MeetsRecipes]" = Numbered()
 
 

@@ -18,6 +18,7 @@ from duotone.modules.fused_module import ModuleGroup
 from duotone.numbered import ByName
 from duotone.pipeline.op import is_distributed
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
+from duotone.pipeline.titles import title
 from duotone.planned.traced_stages import refuse_export
 from duotone.recipes.recipe import Recipe, RecipeLike, drop_dead
 from duotone.recipes.roles import QuantizerRole
@@ -245,7 +246,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
             if norm is not None and not all(map(is_distributed, norm.parameters())):
                 axis = len(self.qkv_format) - 2
                 raise UserError(
-                    f"{self.core_attention.module_name}: each rank has some of the heads, and q_norm and k_norm have "
+                    f"{title(self.core_attention)}: each rank has some of the heads, and q_norm and k_norm have "
                     f"plain parameters; give both SequenceParallel(sequence_dim={axis}, use_local_output=True)"
                 )
 

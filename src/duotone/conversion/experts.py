@@ -19,6 +19,7 @@ from duotone.conversion import forwards
 from duotone.errors import UserError
 from duotone.modules.moe import Routing
 from duotone.pipeline.op import is_distributed
+from duotone.pipeline.titles import title
 from duotone.planned.planned_group import PlannedGroup
 from duotone.planned.weights import mark_entries
 from duotone.recipes.roles import Site
@@ -72,7 +73,7 @@ class ExpertsLinear(PlannedGroup, nn.Module):
 
     def refuse_held(self, weight: nn.Parameter) -> None:
         if isinstance(weight, QuantizedTensor) and self.transposed:
-            raise UserError(f"{self.module_name}: a transposed parameter of experts cannot be held quantized; keep it")
+            raise UserError(f"{title(self)}: a transposed parameter of experts cannot be held quantized; keep it")
         super().refuse_held(weight)
 
     def _members(self, whole: Tensor) -> Sequence[Tensor]:

@@ -199,9 +199,8 @@ def plan(
         if isinstance(module, MultiheadAttention):
             module.meet(recipe or module.recipe)  # its linears get their consumers first, so each slot is asked once
         if isinstance(module, Planned):
-            rows.extend(
-                _rows(module.module_name if name else name, module, recipe or module.recipe, device, dtype, trained)
-            )
+            full_name = module.module_name if name and module.site.named else name
+            rows.extend(_rows(full_name, module, recipe or module.recipe, device, dtype, trained))
         elif isinstance(module, DotProductAttention):
             place = device or (str(planned[0].weight.device) if planned else None)
             products = module.plan_rows(recipe or module.recipe, place)

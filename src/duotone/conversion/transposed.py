@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from duotone.errors import UserError
+from duotone.pipeline.titles import title
 from duotone.planned.linear import PlannedLinear
 from duotone.tensor import QuantizedTensor
 
@@ -33,7 +34,7 @@ class TransposedLinear(PlannedLinear):
     def refuse_held(self, weight: nn.Parameter) -> None:
         if isinstance(weight, QuantizedTensor):
             raise UserError(
-                f"{self.module_name} stores its weight transposed, so it cannot be held quantized; give it "
+                f"{title(self)} stores its weight transposed, so it cannot be held quantized; give it "
                 "format 'identity' by a rule, or leave the parameters as they are"
             )
 

@@ -11,6 +11,7 @@ from transformers.modeling_utils import AttentionInterface
 from duotone.attention import DotProductAttention
 from duotone.conversion.attention_cores import CORE, NAME
 from duotone.errors import UserError
+from duotone.pipeline.titles import title
 
 UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask")
 """Changes of scores that some models ask for, and that Duotone's attention does not support."""
@@ -37,7 +38,7 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     for name in UNKNOWN:
         if options.get(name) is not None:
-            raise UserError(f"{core.module_name}: attention of Duotone has no {name}; load the model with 'eager'")
+            raise UserError(f"{title(core)}: attention of Duotone has no {name}; load the model with 'eager'")
     if scaling is not None and core.softmax_scale != scaling:
         core.softmax_scale = scaling
         core.forget()
@@ -46,11 +47,11 @@ def attend(
     is_causal = module.is_causal if is_causal is None else is_causal
     edges: list[Any] = [options.get(f"cu_seq_lens_{side}") for side in "qk"]
     if edges[0] is not None and len(query) != 1:
-        raise UserError(f"{core.module_name}: packed sequences are one row; got {len(query)} rows and cu_seq_lens_q")
+        raise UserError(f"{title(core)}: packed sequences are one row; got {len(query)} rows and cu_seq_lens_q")
     if attention_mask is not None:
         kind = str(attention_mask.dtype).removeprefix("torch.")
         if kind != "bool":
-            raise UserError(f"{core.module_name}: a mask of transformers is bool, True for what is seen; got {kind}")
+            raise UserError(f"{title(core)}: a mask of transformers is bool, True for what is seen; got {kind}")
         seen = attention_mask[..., : key.shape[2]]
         out = core(*heads, ~(seen if edges[0] is None else seen & _together(edges, heads)), attn_mask_type="arbitrary")
     elif edges[0] is not None:

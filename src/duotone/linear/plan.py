@@ -5,7 +5,7 @@ rows say which kernel runs.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
 from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.operand_plan import OperandPlan
+from duotone.pipeline.titles import title
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import Rule, first_match
@@ -60,6 +61,9 @@ class PlanRequest:
     is_traced: bool = False
     """Whether the call is part of a compiled graph."""
 
+    owner: object = field(default=None, compare=False, repr=False)
+    """The module, for errors."""
+
     def without_held(self) -> "PlanRequest":
         """The request as if no operand were quantized yet."""
         return replace(self, weight_held=None, input_held=None)
@@ -71,7 +75,7 @@ class PlanRequest:
     @property
     def title(self) -> str:
         """How errors name the module."""
-        return self.name or "a linear"
+        return title(self.owner) if self.owner is not None else self.name or "a linear"
 
     @property
     def slots(self) -> dict[str, QuantizerRole | None]:
@@ -96,7 +100,7 @@ def ask_recipe(request: PlanRequest) -> dict[str, Quantizer]:
         first = answers.setdefault(slot, answer)
         if _formats(answer) != _formats(first):
             raise RecipeError(
-                f"{request.name or 'a group'}: the recipe gives {slot} of expert {member} {_words(answer)} and "
+                f"{request.title}: the recipe gives {slot} of expert {member} {_words(answer)} and "
                 f"of expert 0 {_words(first)}; give all experts of a group the same formats"
             )
     return answers

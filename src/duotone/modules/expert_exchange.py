@@ -11,6 +11,7 @@ from duotone.comm import ShardContext, all_to_all, group_size
 from duotone.errors import UserError
 from duotone.linear.row_counts import Rows
 from duotone.pipeline.autograd import with_gradient
+from duotone.pipeline.titles import title
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Usage, sharded_parts, to_wire
 from duotone.tensor.quantizer import Quantizer
@@ -147,7 +148,7 @@ def as_bytes(part: Tensor) -> Tensor:
     return part.unsqueeze(-1).flatten(1).view(torch.uint8)
 
 
-def check_dispatch(quantizer: Quantizer, title: str) -> Quantizer:
+def check_dispatch(quantizer: Quantizer, owner: object) -> Quantizer:
     """The quantizer, whose rowwise plane is sent. UserError if ranks could not encode their rows alone."""
     fmt = quantizer.rowwise
     reason = ""
@@ -160,7 +161,7 @@ def check_dispatch(quantizer: Quantizer, title: str) -> Quantizer:
     elif fmt.alignment[0] != 1:
         reason = f"has {fmt.name}, whose blocks span tokens"
     if reason:
-        raise UserError(f"{title}: the quantizer of tokens that are sent {reason}; give dispatch_format=")
+        raise UserError(f"{title(owner)}: the quantizer of tokens that are sent {reason}; give dispatch_format=")
     return quantizer
 
 

@@ -15,6 +15,7 @@ from duotone.ops.norm import NormOp
 from duotone.ops.sequential import Member, is_plain, run_modules
 from duotone.pipeline.op import Op, is_distributed, run
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
+from duotone.pipeline.titles import title
 from duotone.planned import boundary, extra_state
 from duotone.planned.linear import Linear
 from duotone.planned.planned import below
@@ -100,7 +101,7 @@ class LayerNormLinear(Linear):
         if not is_distributed(param):
             return param
         if any(placement.is_shard(1) for placement in param.placements):
-            raise UserError(f"{self.module_name} normalises whole rows; use ColwiseParallel, or a norm and a Linear")
+            raise UserError(f"{title(self)} normalises whole rows; use ColwiseParallel, or a norm and a Linear")
         if self._norm is None or name not in self._norm.names or name not in self.distributes:
             return param  # type: ignore[return-value]
         from duotone.pipeline.spread import whole  # loads DTensor

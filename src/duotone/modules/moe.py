@@ -21,6 +21,7 @@ from duotone.modules.expert_exchange import Exchange, by_owner, check_dispatch, 
 from duotone.modules.fused_module import ModuleGroup
 from duotone.ops.activation import ActivationOp
 from duotone.ops.sequential import run_modules
+from duotone.pipeline.titles import title
 from duotone.planned.grouped_linear import GroupedLinear
 from duotone.planned.planned import below
 from duotone.planned.weights import materialise
@@ -209,7 +210,7 @@ class MoE(ModuleGroup):
         """x (*lead, hidden_size) -> the same shape and dtype. UserError for another width."""
         width = self.router.weight.shape[1]
         if x.shape[-1:] != (width,):
-            raise UserError(f"MoE takes (..., {width}); got {tuple(x.shape)}: reshape the input")
+            raise UserError(f"{title(self)} takes (..., {width}); got {tuple(x.shape)}: reshape the input")
         flat = x.reshape(-1, x.shape[-1])
         weights, index = self.router(flat)
         routing = Routing.of(index, self.num_experts)
@@ -234,9 +235,9 @@ class MoE(ModuleGroup):
     def token_quantizer(self) -> Quantizer:
         """The quantizer for tokens that are sent to their experts. UserError if it cannot encode them."""
         if self.dispatch_format is not None:
-            return check_dispatch(Quantizer(self.dispatch_format), self.fc1.module_name)
+            return check_dispatch(Quantizer(self.dispatch_format), self.fc1)
         plan = self.fc1.plans.plan(active_recipe() or self.fc1.recipe)
-        return check_dispatch(plan.input.quantizer, self.fc1.module_name)
+        return check_dispatch(plan.input.quantizer, self.fc1)
 
     def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "ep_group": ""}

@@ -83,7 +83,8 @@ class Monitor:
         self._model, self._every, self._first, self._on_alarm = model, every, start + 1, on_alarm
         self._checks, self._is_closed = Alarms(), False
         self._open = ExitStack()
-        followers = {module.module_name for module in model.modules() if isinstance(module, Planned)}
+        planned = [(name, module) for name, module in model.named_modules() if isinstance(module, Planned)]
+        followers = {m.module_name: m.module_name if m.site.named else name for name, m in planned}
         self._statistics = StepStatistics(followers)
         self._recipes, self._is_sampling = dict[str, TappedRecipe](), False
         self._sent: deque[tuple[int, Sent]] = deque()
@@ -113,7 +114,8 @@ class Monitor:
         self.steps += 1
         if self._is_sampling:
             self._open.close()
-            states = [module for module in self._model.modules() if isinstance(module, DelayedState)]
+            named = self._model.named_modules()
+            states = {name: module for name, module in named if isinstance(module, DelayedState)}
             self._sent.append((self.steps, self._statistics.send(states)))
             self._is_sampling = False
         while self._sent and (len(self._sent) > 1 or self._sent[0][1].is_there()):

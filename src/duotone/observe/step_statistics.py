@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,12 +44,13 @@ class Sample(NamedTuple):
 class StepStatistics(Sampler):
     """What the encodes of a step lost. `send` ends the step, and the next one may begin.
 
-    `modules` are the names of all modules. If they are more than `TOGETHER`, a step measures the errors of an even
-    part, so that a fixed number of steps measures all.
+    `names` gives each module's name in rows, by its name in roles. If they are more than `TOGETHER`, a step measures
+    the errors of an even part, so that a fixed number of steps measures all.
     """
 
-    def __init__(self, modules: Iterable[str] = ()) -> None:
-        mixed = sorted(modules, key=lambda name: zlib.crc32(name.encode()))  # every part has all layers and kinds
+    def __init__(self, names: Mapping[str, str] | None = None) -> None:
+        self._names = names or {}
+        mixed = sorted(self._names, key=lambda name: zlib.crc32(name.encode()))  # every part has all layers and kinds
         self._parts = max(1, math.ceil(len(mixed) / TOGETHER))
         self._part_of = {name: place % self._parts for place, name in enumerate(mixed)}
         self._turn = 0
@@ -73,7 +74,7 @@ class StepStatistics(Sampler):
         sides = (("rowwise", x, planes.rowwise), ("columnwise", x.t(), planes.columnwise))
         for direction, matrix, plane in sides:
             if plane is not None:
-                key = role.name, role.tensor_type, direction, plane.format.name
+                key = self._names.get(role.name, role.name), role.tensor_type, direction, plane.format.name
                 self.keys.append((key, plane.format.largest))
                 self._whole.append(whole)
                 if direction == "columnwise" and is_transposed(*planes):
@@ -81,12 +82,16 @@ class StepStatistics(Sampler):
                 elif is_its_turn and math.isfinite(plane.format.largest) and matrix.numel():
                     self._wait(plane.format, sample(matrix, plane))
 
-    def send(self, states: Sequence[DelayedState]) -> "Sent":
+    def send(self, states: Mapping[str, DelayedState]) -> "Sent":
         """Start the copy of all numbers to the host, and of the delayed slots that have no amax yet."""
         self._measure()
-        are_new = [is_new(state.amax_history, state.scale).double() for state in states]
+        are_new = [is_new(state.amax_history, state.scale).double() for state in states.values()]
         places = [place for places, _ in self._measured for place in places]
-        slots = [slot for state in states for slot in slots_of(state)]
+        slots = [
+            slot
+            for name, state in states.items()
+            for slot in slots_of(state.name if "." in state.name else name, state)
+        ]
         tensors = [*(measured.flatten() for _, measured in self._measured), *are_new]
         device = next((t.device for t in (*self._whole, *tensors)), torch.device("cpu"))
         if self._whole:
@@ -230,9 +235,9 @@ def _rounded(value: float) -> float | None:
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
-def slots_of(state: DelayedState) -> list[str]:
-    """Module, tensor and direction of each slot of a state; "" for one without use."""
-    module, _, kind = state.name.rpartition(".")
+def slots_of(name: str, state: DelayedState) -> list[str]:
+    """Module, tensor and direction of each slot of the state of that name; "" for one without use."""
+    module, _, kind = name.rpartition(".")
     tensors = NAMES[kind]
     names = []
     for index, largest in enumerate(state.largest):

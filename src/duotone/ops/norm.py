@@ -12,6 +12,7 @@ from duotone.errors import UserError
 from duotone.ops.basic import ProducerStage
 from duotone.pipeline.op import Op, TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.pipeline.titles import title
 from duotone.planned.split_parameters import tensors_of
 from duotone.planned.weights import materialise
 
@@ -124,7 +125,8 @@ class NormOp(Op):
     def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
         gamma, beta = self.parameters()
         if gamma is not None and info.width not in (None, gamma.shape[0]):
-            raise UserError(f"{self.kind} takes (..., {gamma.shape[0]}); got (..., {info.width}): reshape the input")
+            sizes = f"takes (..., {gamma.shape[0]}); got (..., {info.width})"
+            raise UserError(f"{title(self.owner)} {sizes}: reshape the input")
         keeps = info.requires_grad
         if not keeps and torch.is_grad_enabled():
             keeps = (gamma is not None and gamma.requires_grad) or (beta is not None and beta.requires_grad)
@@ -132,7 +134,7 @@ class NormOp(Op):
 
     def spread(self, x: "Spread") -> "Spread":
         if x.cuts_last:
-            raise UserError(f"{self.kind} takes whole rows; got a DTensor of {x.placement!r}")
+            raise UserError(f"{title(self.owner)} takes whole rows; got a DTensor of {x.placement!r}")
         return x
 
     def operands(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:

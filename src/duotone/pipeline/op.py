@@ -18,6 +18,7 @@ from duotone.pipeline.rewrites import RULES, rewrite, rewrite_traced
 from duotone.pipeline.second_order import second_order
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.pipeline.stage import Stage
+from duotone.pipeline.titles import title
 from duotone.recipes.recipe import Recipe
 from duotone.state.autocast_context import HIGH_PRECISION, active_region
 from duotone.state.rolling import roll_after
@@ -64,11 +65,6 @@ def is_autocast(device: str) -> bool:
 def is_distributed(x: object) -> "TypeGuard[DTensor]":
     """Whether a tensor is a DTensor, without importing that."""
     return hasattr(x, "device_mesh")
-
-
-def title(owner: object) -> str:
-    """The name of a module in errors. Only errors ask for it: in a trace the name of a module would be a guard."""
-    return getattr(owner, "__dict__", {}).get("module_name", "") or "a module"
 
 
 def refuse_distributed(owner: object) -> NoReturn:

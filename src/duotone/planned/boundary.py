@@ -13,6 +13,7 @@ from duotone.linear.plan import LinearPlan
 from duotone.numbered import constant_in_traces
 from duotone.pipeline.autograd import Outputs, Refused, with_gradient
 from duotone.pipeline.op import Op, info_of, is_distributed, run
+from duotone.pipeline.titles import title
 from duotone.planned.planned import Planned
 from duotone.state import seeds
 from duotone.tensor.context import QuantizeContext
@@ -40,7 +41,7 @@ def run_with_boundary(
     """
     if is_distributed(x):
         raise UserError(
-            f"{module.module_name}: a DTensor is not quantized at the boundary of a module; leave out fp8_output and "
+            f"{title(module)}: a DTensor is not quantized at the boundary of a module; leave out fp8_output and "
             "fp8_grad, and fp8_mha of the recipe"
         )
     for quantizes, role, slot in (
@@ -48,7 +49,7 @@ def run_with_boundary(
         (fp8_grad, module.grad_input_quantizer_role, "grad_input"),
     ):
         if quantizes and role is None:
-            _warn_of_unknown(module.module_name, slot)
+            _warn_of_unknown(title(module), slot)
     signal = info_of(x, module)
     for op in ops:  # refuses a bad input before anything happens
         stage, signal, *_ = op.link(signal, first)

@@ -11,7 +11,9 @@ from duotone.comm import group_ranks
 from duotone.dispatch.stages import amax_of
 from duotone.errors import RecipeError
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
+from duotone.pipeline.titles import title
 from duotone.recipes.delayed import check_requests
+from duotone.recipes.roles import Site
 from duotone.state.delayed import DelayedState
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import AmaxMode
@@ -38,7 +40,7 @@ def agreed_history(quantizers: Mapping[str, Quantizer]) -> History:
     return next((quantizer.history for quantizer in delayed.values() if quantizer.history is not None), History())
 
 
-def require_reduction(name: str, plan: LinearPlan, group: str) -> None:
+def require_reduction(module: object, plan: LinearPlan, group: str) -> None:
     """RecipeError if ranks would encode shards of one tensor with different delayed scales."""
     layout = plan.layout
     sharded = zip(layout.shards, plan.operands.values(), strict=True)
@@ -46,13 +48,13 @@ def require_reduction(name: str, plan: LinearPlan, group: str) -> None:
         return
     if not group or not agreed_history(plan.quantizers).reduce_amax:
         raise RecipeError(
-            f"{name}: delayed scaling of shards of one tensor needs one scale on all ranks; keep reduce_amax and "
-            "call it under duotone.autocast(recipe=..., amax_reduction_group=the tensor-parallel group)"
+            f"{title(module)}: delayed scaling of shards of one tensor needs one scale on all ranks; keep reduce_amax "
+            "and call it under duotone.autocast(recipe=..., amax_reduction_group=the tensor-parallel group)"
         )
     if group != layout.group and not group_ranks(layout.group) <= group_ranks(group):
         raise RecipeError(
-            f"{name}: amax_reduction_group {group!r} leaves out ranks that hold shards of the same tensors; give a "
-            "group that contains the tensor-parallel one"
+            f"{title(module)}: amax_reduction_group {group!r} leaves out ranks that hold shards of the same tensors; "
+            "give a group that contains the tensor-parallel one"
         )
 
 
@@ -84,6 +86,7 @@ class HoldsStates(Protocol):
     """A module with delayed states, which lie among its submodules."""
 
     module_name: str
+    site: Site
     saved_states: dict[str, dict[str, Tensor]]
     _modules: dict[str, nn.Module | None]
 
@@ -110,7 +113,7 @@ def state_of(
 
 def name_on_all_ranks(module: HoldsStates) -> str:
     """The name of a module. Empty for `Layer_<n>`, which each process counts alone."""
-    return "" if module.module_name.startswith("Layer_") else module.module_name
+    return module.module_name if module.site.named else ""
 
 
 def save(module: "Planned") -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from duotone.errors import UserError
 from duotone.linear.layout import GatheringShards, ScatteringShards, Sharded
 from duotone.pipeline.op import is_distributed, refuse_distributed
+from duotone.pipeline.titles import title
 from duotone.planned.split_parameters import joined, parameters_of
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def placed(module: "PlannedLinear", x: "Spread | None") -> Placed:
             _even(module, x, dim)
             return Placed(GatheringShards(group, input_dim=0, weight_dim=0, grad_dim=1), columns, Shard(0))
     raise UserError(
-        f"{module.module_name}: its input is {x.placement!r} and its weight {weight!r}; allowed are an "
+        f"{title(module)}: its input is {x.placement!r} and its weight {weight!r}; allowed are an "
         "input of Shard(-1) with Shard(1), and any other with Shard(0) or Replicate()"
     )
 
@@ -76,7 +77,7 @@ def _even(module: "PlannedLinear", x: "Spread", dim: int) -> int:
     at = dim + len(x.shape) if dim < 0 else dim
     if not 0 <= at < x.last or x.shape[at] % x.mesh.size():
         raise UserError(
-            f"{module.module_name}: an input {x.shape} has no dimension {dim} before its last that divides over "
+            f"{title(module)}: an input {x.shape} has no dimension {dim} before its last that divides over "
             f"{x.mesh.size()} ranks; pad it, or take the whole of it"
         )
     return at
@@ -91,15 +92,16 @@ def _on_one_mesh(module: "PlannedLinear", x: "Spread | None") -> tuple["Spread",
         refuse_distributed(module)
     if x is None:
         raise UserError(
-            f"{name}: its weight is a DTensor and its input is not; give it a DTensor, as the styles of "
+            f"{title(module)}: its weight is a DTensor and its input is not; give it a DTensor, as the styles of "
             "parallelize_module do, and call a model of FSDP2 through its forward"
         )
     if module.fuse_wgrad_accumulation or module.delay_wgrad_compute:
-        raise UserError(f"{name}: DTensors give their gradients to autograd; leave fuse_ and delay_wgrad out")
+        raise UserError(f"{title(module)}: DTensors give their gradients to autograd; leave fuse_ and delay_wgrad out")
     if weight.device_mesh != x.mesh:
-        raise UserError(f"{name}: its weight is on {weight.device_mesh} and its input on {x.mesh}; use one mesh")
+        meshes = f"its weight is on {weight.device_mesh} and its input on {x.mesh}"
+        raise UserError(f"{title(module)}: {meshes}; use one mesh")
     if any(not is_distributed(other) or other._spec.placements != weight.placements for other in others):
-        raise UserError(f"{name}: the pieces of its weight lie in different ways; give all of them one placement")
+        raise UserError(f"{title(module)}: the pieces of its weight lie differently; give all of them one placement")
     return x, placement_of(weight, f"the weight of {name}")
 
 
@@ -117,7 +119,7 @@ def local_operands(module: "PlannedLinear", x: "Spread | None") -> tuple[Sharded
     every = () if module.return_bias else parameters_of(module, "bias")
     biases = [bias for bias in every if is_distributed(bias)]
     if len(biases) < len(every) or any(placement_of(bias, f"the bias of {name}") != call.bias for bias in biases):
-        raise UserError(f"{name}: beside a weight of {stored!r} its bias has to be a DTensor of {call.bias!r}")
+        raise UserError(f"{title(module)}: beside a weight of {stored!r} its bias has to be a DTensor of {call.bias!r}")
     weight = joined([to_local(weight, call.gradient or stored, stored) for weight in weights])
     bias = [to_local(bias, call.gradient or call.bias, call.bias) for bias in biases]
     return call.layout, weight, joined(bias) if bias else None

@@ -13,6 +13,7 @@ from duotone.linear.layout import local_sizes, parallel_layout
 from duotone.linear.row_counts import Rows, device_splits, host_splits
 from duotone.pipeline.autograd import is_transformed
 from duotone.pipeline.op import Op, info_of, is_distributed, run
+from duotone.pipeline.titles import title
 from duotone.planned.output_buffers import check_place, placed_gradient, placed_output
 from duotone.planned.planned_group import PlannedGroup, Splits, leaves_splits
 from duotone.planned.split_parameters import tensors_of
@@ -118,9 +119,9 @@ class GroupedLinear(PlannedGroup, nn.Module):
         self, x: Tensor, m_splits: Splits, first: bool | Tensor | None, out: Tensor | None, dgrad_out: Tensor | None
     ) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
-            raise UserError(f"{self.module_name}: out and dgrad_out are the caller's; leave them out of compiled code")
+            raise UserError(f"{title(self)}: out and dgrad_out are the caller's; leave them out of compiled code")
         if self.layout.sequence_parallel:
-            raise UserError(f"{self.module_name}: sequence_parallel changes the rows; leave out and dgrad_out")
+            raise UserError(f"{title(self)}: sequence_parallel changes the rows; leave out and dgrad_out")
         signal = info_of(x, self)
         stage, output, *_ = self.link(signal, first)
         assert isinstance(stage, GroupedStage)

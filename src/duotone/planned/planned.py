@@ -20,7 +20,7 @@ from duotone.planned.planner import PlannedStage, Planner
 from duotone.planned.sent_weights import send_planes
 from duotone.planned.weights import ShardedParameters, mark_entries, moved, stay_quantized
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
-from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, Site
+from duotone.recipes.roles import ANYWHERE, SLOTS, UNNAMED, QuantizerRole, Site
 from duotone.recipes.rules import Rule
 from duotone.state import seeds
 from duotone.state.region import active_region
@@ -31,7 +31,6 @@ from duotone.tensor.quantizer import quantizer_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-UNNAMED = Site(named=False)
 CONFIGURATION = (
     *("recipe", "rules", "module_name", "site", "layout", "_roles", "saved_states", "plans", "scatter_dim"),
     *("sends_planes", "plain_gather"),
@@ -83,7 +82,8 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         if "plans" not in self.__dict__:
             self.plans = Planner(self)
         self.recipe, self.rules, self.plans.warned = recipe, rules, False
-        self.take_name(name or f"Layer_{self.plans.number}", site or (ANYWHERE if name else UNNAMED))
+        name = name or f"Layer_{self.plans.number}"
+        self.take_name(name, site or (UNNAMED if name.startswith("Layer_") else ANYWHERE))
         if seeds.BUFFER not in self._buffers:
             with torch.inference_mode(False):  # an inference tensor could not advance in training
                 seed = seeds.initial_seed(self.module_name).to(self.weight.device)

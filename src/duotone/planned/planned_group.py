@@ -13,6 +13,7 @@ from duotone.linear.row_counts import Rows, device_splits, host_splits
 from duotone.linear.sink import GRADIENT
 from duotone.pipeline.op import TensorInfo, require_fit
 from duotone.pipeline.stage import Stage
+from duotone.pipeline.titles import title
 from duotone.planned.planned import Planned, holds_codes
 from duotone.planned.traced_stages import refuse_export
 from duotone.recipes.roles import QuantizerRole
@@ -61,7 +62,7 @@ class PlannedGroup(Planned):
             quantizer = quantizer_of(weight) if isinstance(weight, QuantizedTensor) else None
             if quantizer != first or weight.dtype is not weights[0].dtype:
                 formats = f"{_formats(weight)} where expert 0 has {_formats(weights[0])}"
-                raise UserError(f"{self.module_name}: the weight of expert {i} is {formats}; hold all experts alike")
+                raise UserError(f"{title(self)}: the weight of expert {i} is {formats}; hold all experts alike")
         return first
 
     def link(
@@ -69,12 +70,12 @@ class PlannedGroup(Planned):
     ) -> tuple[Stage, TensorInfo, Sequence[Tensor], Sequence[Tensor | None]]:
         if signal.quantizer is not None:
             raise UserError(
-                f"{self.module_name} takes a plain tensor; got one quantized to {signal.quantizer}: dequantize it"
+                f"{title(self)} takes a plain tensor; got one quantized to {signal.quantizer}: dequantize it"
             )
         weights, biases = self.weights, self.biases
         require_fit(self, signal, weights[0])
         if len(weights) != self.num_gemms:
-            raise UserError(f"{self.module_name} has weights of {len(weights)} experts for num_gemms {self.num_gemms}")
+            raise UserError(f"{title(self)} has weights of {len(weights)} experts for num_gemms {self.num_gemms}")
         if not self.single_grouped_weight:
             self._require_alike("weight", weights, weights[0].shape, weights[0].device)
         checked = biases[:1] if self.single_grouped_bias else biases
@@ -83,14 +84,14 @@ class PlannedGroup(Planned):
         stage = self.plans.stage(signal, any([w.requires_grad for w in weights]), self._quantizer_of(weights))
         compiling = torch.compiler.is_dynamo_compiling()
         if compiling and torch.compiler._is_exporting_flag:
-            refuse_export(f"{self.module_name}: {EXPORTED}")
+            refuse_export(f"{title(self)}: {EXPORTED}")
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute or compiling:
             stage = self.plans.variant(stage, is_first_microbatch)
         trained = any(p is not None and p.requires_grad for p in (*weights, *biases))
         tracked = torch.is_grad_enabled() and trained
         rows = None if self.layout.sequence_parallel else signal.rows
         if rows is None and compiling:
-            raise UserError(f"{self.module_name}: sequence_parallel runs in eager code; leave it out of compiled code")
+            raise UserError(f"{title(self)}: sequence_parallel runs in eager code; leave it out of compiled code")
         output = signal._replace(width=out, rows=rows, requires_grad=signal.requires_grad or tracked)
         return stage, output, weights, biases
 
@@ -103,7 +104,7 @@ class PlannedGroup(Planned):
         for i, p in enumerate(parameters):
             if p is not None and (p.shape != shape or p.device != device):
                 raise UserError(
-                    f"{self.module_name}: the {kind} of expert {i} is {tuple(p.shape)} on {p.device}; "
+                    f"{title(self)}: the {kind} of expert {i} is {tuple(p.shape)} on {p.device}; "
                     f"those of expert 0 ask for {tuple(shape)} on {device}"
                 )
 
@@ -119,7 +120,7 @@ class PlannedGroup(Planned):
     def accept(self, stage: GroupedStage, signal: TensorInfo, extra: Sequence[Splits]) -> Sequence[Splits]:
         (splits,) = extra
         if torch.compiler._is_exporting_flag and not isinstance(splits, list | tuple):
-            refuse_export(f"{self.module_name}: {EXPORTED}")
+            refuse_export(f"{title(self)}: {EXPORTED}")
         if torch.compiler.is_dynamo_compiling():  # the op checks them
             splits = splits.count() if isinstance(splits, Rows) else splits
             return (splits.detach() if isinstance(splits, Tensor) else splits,)  # Dynamo takes no tensor twice
@@ -168,7 +169,7 @@ class PlannedGroup(Planned):
         for dim, plane in enumerate(weight.planes):
             if plane is not None and (plane.spans(dim) or weight.shape[1] % plane.format.alignment[dim]):
                 raise UserError(
-                    f"{self.module_name}: a scale of {plane.format.name} would span experts in one packed weight; "
+                    f"{title(self)}: a scale of {plane.format.name} would span experts in one packed weight; "
                     "use separate weights, or a format whose blocks divide out_features"
                 )
 

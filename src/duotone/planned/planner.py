@@ -22,6 +22,7 @@ from duotone.linear.sink import GRADIENT, main_grad
 from duotone.numbered import ByName
 from duotone.pipeline.op import KEEPS, TensorInfo, is_distributed
 from duotone.pipeline.slot_roles import ConsumerRoles
+from duotone.pipeline.titles import title
 from duotone.planned import delayed_states, traced_stages
 from duotone.planned.alike import WRAPPED
 from duotone.planned.opaque_stage import OpaqueStage
@@ -131,6 +132,7 @@ class Planner:
             weight_shape=weight.shape,
             weight_dtype=weight.dtype,
             linears=module.num_gemms,
+            owner=module,
             is_traced=call.is_traced,
         )
 
@@ -166,7 +168,7 @@ class Planner:
         grads = (tracked and info.requires_grad, tracked and weight_grad)
         if compiling:
             if region is not None and region.calibrating is not None:
-                raise UserError(f"{module.module_name}: compiled code calibrates no scales; calibrate in eager code")
+                raise UserError(f"{title(module)}: compiled code calibrates no scales; calibrate in eager code")
             mode = AmaxMode.RECORD if tracked else AmaxMode.DEFER if STACK.defers else AmaxMode.USE
             return self._traced(module, recipe, info, grads, mode, group, weight_held)
         recorded = None
@@ -277,7 +279,7 @@ class Planner:
         if name not in self.bound:
             template: traced_stages.Template | None = getattr(traced_stages.PLANS, name, None)
             if template is None:
-                raise UserError(f"{module.module_name}: its recipe is gone; keep it until the compiled backward ends")
+                raise UserError(f"{title(module)}: its recipe is gone; keep it until the compiled backward ends")
             plans = self.bind(template.stage.plan, template.group, template.mode)
             self.bound = {name: entry for name, entry in self.bound.items() if hasattr(traced_stages.PLANS, name)}
             self.bound[name] = template.mode, module.make_stage([LinearStage(each, GRADIENT) for each in plans])
@@ -305,10 +307,10 @@ class Planner:
                 return
             if plan.weight.source is DEQUANTIZE_HELD and not self.warned and not in_pipeline(SHAPES):
                 self.warned = True
-                message = f"{module.module_name}: the weight is held quantized and computes here in high precision"
+                message = f"{title(module)}: the weight is held quantized and computes here in high precision"
                 warnings.warn(f"{message}; its values are dequantized in every forward", stacklevel=7)
             if plan.weight.source is USE_HELD:
-                demand(weight, plan.weight.usage, module.module_name)
+                demand(weight, plan.weight.usage, module)
                 if mode is not AmaxMode.USE:
                     follow(weight, plan.weight.quantizer)
 
@@ -334,7 +336,7 @@ class Planner:
     def bind(self, plan: LinearPlan, group: str, mode: AmaxMode) -> Sequence[LinearPlan]:
         """The plan of each linear, with its places in delayed states. RecipeError if ranks disagree on scales."""
         if plan.is_delayed:
-            delayed_states.require_reduction(self.module.module_name, plan, group)
+            delayed_states.require_reduction(self.module, plan, group)
         return self._with_states(plan, group, mode)
 
     def _with_states(self, plan: LinearPlan, group: str, mode: AmaxMode) -> Sequence[LinearPlan]:
@@ -360,21 +362,21 @@ class Planner:
         """The stage with the module's caches and sinks. MissingPlaneError if a `main_grad` is missing."""
         module = self.module
         if torch.compiler._is_exporting_flag:  # torch 2.11 takes every trace for an export by the public name
-            traced_stages.refuse_export(f"{module.module_name}: {KEEPS}, and cannot be exported: leave them out")
+            traced_stages.refuse_export(f"{title(module)}: {KEEPS}, and cannot be exported: leave them out")
         if first is not None and any(map(records_amaxes, module.weights)):
             raise UserError(
-                f"{module.module_name}: under delayed scaling gather_quantized encodes a weight for each microbatch; "
+                f"{title(module)}: under delayed scaling gather_quantized encodes a weight for each microbatch; "
                 "leave is_first_microbatch out, or use quantized parameters (duotone.convert_parameters)"
             )
         compiling = torch.compiler.is_dynamo_compiling()
         if isinstance(first, Tensor):
             if compiling or first.numel() != 1:
-                raise UserError(f"{module.module_name}: is_first_microbatch as a tensor has one element, in eager code")
+                raise UserError(f"{title(module)}: is_first_microbatch as a tensor has one element, in eager code")
             if first.device != (device := module.weights[0].device):
                 raise UserError(f"is_first_microbatch is on {first.device} and the weight on {device}; move it there")
             self.options.flag = first
         if compiling and stage.plan.input.source is USE_IN_GRAPH:
-            raise UserError(f"{module.module_name}: {KEEPS}, and compiled take no quantized input: dequantize it")
+            raise UserError(f"{title(module)}: {KEEPS}, and compiled take no quantized input: dequantize it")
         if compiling and not isinstance(first, Tensor):
             fuses, waits = module.fuse_wgrad_accumulation, module.delay_wgrad_compute
             marked = [fuses and not waits and hasattr(w, "grad_added_to_main_grad") for w in module.weights]

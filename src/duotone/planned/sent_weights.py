@@ -18,6 +18,7 @@ from duotone.errors import UserError
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plane_source import STEPS
 from duotone.pipeline.op import is_distributed
+from duotone.pipeline.titles import title
 from duotone.planned import delayed_states
 from duotone.planned.split_parameters import is_split
 from duotone.planned.traced_stages import Call
@@ -64,7 +65,7 @@ def send_planes(module: "Planned") -> None:
         return
     if is_split(module):
         module.sends_planes, module.plain_gather = False, "its weight is in pieces"
-        warnings.warn(f"{module.module_name} travels in high precision: {module.plain_gather}", stacklevel=2)
+        warnings.warn(f"{title(module)} travels in high precision: {module.plain_gather}", stacklevel=2)
         return
     weight = module.plans.plan(active_recipe() or module.recipe).weight
     names = {id(parameter): name for name, parameter in module.named_parameters(recurse=False)}
@@ -73,11 +74,11 @@ def send_planes(module: "Planned") -> None:
             continue
         if weight.quantizer.is_stochastic:
             raise UserError(
-                f"{module.module_name}: {weight.quantizer} does not encode a weight twice alike; use another recipe, "
+                f"{title(module)}: {weight.quantizer} does not encode a weight twice alike; use another recipe, "
                 "or quantized parameters (duotone.convert_parameters)"
             )
         if reason := _refusal(parameter, weight.quantizer):
-            name, module.plain_gather = f"{module.module_name}.{names[id(parameter)]}", reason
+            name, module.plain_gather = f"{title(module)}.{names[id(parameter)]}", reason
             warnings.warn(f"{name} travels in high precision: {reason}", stacklevel=2)
             continue
         SentWeight(module, member, parameter)

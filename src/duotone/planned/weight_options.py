@@ -14,6 +14,7 @@ from duotone.errors import MissingPlaneError
 from duotone.linear.core import LinearStage
 from duotone.linear.plane_source import ENCODE_NOW, WeightCache
 from duotone.linear.sink import GRADIENT, Deferred, Product, Sink, ToMainGrad
+from duotone.pipeline.titles import title
 
 if TYPE_CHECKING:
     from duotone.planned.planned import Planned
@@ -49,7 +50,7 @@ class WeightOptions:
             return
         if not any(self.queues.values()):
             raise MissingPlaneError(
-                f"{module.module_name}: no weight gradient waits; call backward_dw once after each backward"
+                f"{title(module)}: no weight gradient waits; call backward_dw once after each backward"
             )
         for member, queue in self.queues.items():
             if queue:

@@ -13,6 +13,7 @@ from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import IDENTITY
 from duotone.linear.core import record
 from duotone.pipeline.op import is_distributed
+from duotone.pipeline.titles import title
 from duotone.planned.delayed_states import name_on_all_ranks
 from duotone.planned.sent_weights import send_planes
 from duotone.planned.split_parameters import is_split
@@ -125,7 +126,7 @@ def quantize_weights(module: "Planned") -> None:
         return
     if is_split(module):
         remedy = "use one (attention: fuse_qkv_params=True)"
-        raise UserError(f"{module.module_name}: parameters_split excludes quantized_model_init; {remedy}")
+        raise UserError(f"{title(module)}: parameters_split excludes quantized_model_init; {remedy}")
     recipe = region.recipe or (DEFAULT_RECIPE if module.recipe == HIGH_PRECISION else module.recipe)
     quantizer = module.plans.plan(recipe).weight.quantizer
     module.recipe = recipe if module.recipe == HIGH_PRECISION else module.recipe
@@ -198,13 +199,13 @@ def mark_entries(state_dict: dict[str, Tensor], prefix: str, parameters: Iterabl
         mark_entry(state_dict.get(prefix + name))
 
 
-def demand(parameter: QuantizedTensor, usage: Usage, module: str) -> None:
+def demand(parameter: QuantizedTensor, usage: Usage, module: object) -> None:
     """Derive planes that a plan reads and the parameter lacks. MissingPlaneError, which names the module, on a loss."""
     try:
         with torch.inference_mode(False):  # an inference tensor could not be written in training
             parameter.update_usage(usage.rowwise or None, usage.columnwise or None)
     except MissingPlaneError as error:
-        raise MissingPlaneError(f"the weight of {module}: {error}") from None
+        raise MissingPlaneError(f"the weight of {title(module)}: {error}") from None
 
 
 def follow(parameter: QuantizedTensor, target: Quantizer) -> None:
@@ -244,7 +245,7 @@ def _require_gradients(module: "Planned") -> None:
     """UserError if autograd does not get the gradients of a module's shards, which FSDP2 reduces in its backward."""
     if (module.fuse_wgrad_accumulation or module.delay_wgrad_compute) and any(map(is_distributed, module.parameters())):
         raise UserError(
-            f"{module.module_name}: FSDP2 reduces gradients when backward ends, and does not see those in main_grad or "
+            f"{title(module)}: FSDP2 reduces gradients when backward ends, and does not see those in main_grad or "
             "of backward_dw; leave fuse_wgrad_accumulation and delay_wgrad_compute out"
         )
 
@@ -286,7 +287,7 @@ class ShardedParameters:
             if name not in self.distributes:
                 self._refuse(name)
             if self.row_order and any(placement.is_shard(0) for placement in param.placements):
-                raise UserError(f"{self.__dict__['module_name']}: {self.row_order}")
+                raise UserError(f"{title(self)}: {self.row_order}")
         super().register_parameter(name, param)  # type: ignore[misc]
 
     def register_load_state_dict_post_hook(self, hook: Callable[..., object]) -> object:
@@ -305,7 +306,7 @@ class ShardedParameters:
 
     def _refuse(self, name: str) -> None:
         raise UserError(
-            f"{self.__dict__.get('module_name', type(self).__name__)} takes no {name} that is a DTensor; give "
+            f"{title(self)} takes no {name} that is a DTensor; give "
             "parallelize_module plain linears whose weights are whole and not quantized, or leave the module out and "
             "build it with parallel_mode=, tp_group="
         )

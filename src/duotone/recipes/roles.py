@@ -37,6 +37,7 @@ class Site:
 
 
 ANYWHERE = Site()
+UNNAMED = Site(named=False)
 
 TENSOR_TYPES = ("input", "weight", "grad_output")
 SLOTS = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}

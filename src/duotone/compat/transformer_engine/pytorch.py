@@ -16,6 +16,7 @@ from duotone.compat.transformer_engine.contexts import CudaRNGStatesTracker
 from duotone.compat.transformer_engine.options import CALLS, ORDER, Options, by_name, counterparts
 from duotone.errors import UserError
 from duotone.linear.layout import parallel_layout
+from duotone.pipeline.titles import title
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -131,7 +132,7 @@ class TakesGroupLater:
     def prepare_call(self, named: Options) -> None:
         """UserError if the group has not come yet."""
         if self.late is not None:
-            raise UserError(f"{self.module_name} has no tensor-parallel group; call set_tensor_parallel_group first")  # type: ignore[attr-defined]
+            raise UserError(f"{title(self)} has no tensor-parallel group; call set_tensor_parallel_group first")  # type: ignore[attr-defined]
 
 
 CUT = {"column": "out_features", "row": "in_features"}

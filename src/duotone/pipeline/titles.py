@@ -1,0 +1,34 @@
+"""How errors and warnings name a module."""
+
+import sys
+
+from torch import nn
+
+from duotone.numbered import constant_in_traces
+
+MODELS = ("self", "model")
+"""The variables of running functions in which a model is looked for."""
+
+
+def title(owner: object) -> str:
+    """The name of a module in messages: its full name in the model, as `assign_names` or a running call tells it.
+
+    Only messages ask for it: in a trace the name of a module would be a guard.
+    """
+    attributes = getattr(owner, "__dict__", {})
+    site = attributes.get("site")
+    if (site is None or not site.named) and isinstance(owner, nn.Module) and (path := _path_in_call(owner)):
+        return path
+    return attributes.get("module_name") or ("a module" if owner is None else type(owner).__name__)
+
+
+@constant_in_traces
+def _path_in_call(module: nn.Module) -> str:
+    """The name of a module below the outermost model that a running function has; "" if none has it."""
+    frame, path = sys._getframe(), ""
+    while frame is not None:
+        for model in map(frame.f_locals.get, MODELS):
+            if isinstance(model, nn.Module) and model is not module:
+                path = next((name for name, child in model.named_modules() if child is module), path)
+        frame = frame.f_back
+    return path.replace("_orig_mod.", "")

@@ -1,0 +1,99 @@
+"""Messages name a module by its full name in the model, also where nobody called `assign_names`."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import exc as dynamo
+
+import duotone
+from duotone import observe, recipes
+
+K = 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = duotone.Linear(K, K)
+        self.mlp = duotone.LayerNormMLP(K, K)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.up(x))
+
+
+def unnamed() -> nn.Sequential:
+    return nn.Sequential(nn.Identity(), Block())
+
+
+def test_errors_of_a_call_name_the_module_by_its_path() -> None:
+    model = unnamed()
+    with pytest.raises(duotone.UserError, match=r"^1\.up takes"):
+        model(torch.randn(4, K + 1))
+    with pytest.raises(dynamo.Unsupported, match=r"UserError..1\.up takes"):
+        torch.compile(model, backend="eager", fullgraph=True)(torch.randn(4, K + 1))
+    model[1].up = duotone.Linear(K, K + 1)  # type: ignore[union-attr]
+    with pytest.raises(duotone.UserError, match=r"^1\.mlp takes \(\.\.\., 32\)"):
+        model(torch.randn(4, K))
+    attention = nn.Sequential(duotone.MultiheadAttention(K, 2))
+    with pytest.raises(duotone.UserError, match=r"^0\.core_attention takes"):
+        attention(torch.randn(K))
+
+
+def test_the_path_begins_below_the_outermost_model_that_runs() -> None:
+    inner, x = unnamed(), torch.randn(4, K + 1)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.encoder(x)
+
+    outer = Outer()
+    with pytest.raises(duotone.UserError, match=r"^encoder\.1\.up takes"):
+        outer(x)
+    with pytest.raises(duotone.UserError, match=r"^1\.up takes"):
+        inner(x)
+    with pytest.raises(duotone.UserError, match=r"^Layer_\d+ takes"):
+        inner[1].up(x)  # type: ignore[union-attr]
+    duotone.assign_names(outer)
+    with pytest.raises(duotone.UserError, match=r"^encoder\.1\.up takes"):
+        inner(x)
+
+
+def test_errors_of_plans_and_tables_name_the_module_by_its_path() -> None:
+    model = unnamed()
+    rules = recipes.Rule(tensor_type="weight", format="mxfp8_e4m3"), recipes.Rule(format="identity")
+    strict = recipes.RuleRecipe(rules=rules, strict=True)
+    with pytest.raises(duotone.UserError, match=r"fprop of 1\.up "):
+        duotone.plan(model, strict)
+    with pytest.raises(duotone.UserError, match=r"fprop of 1\.up "), duotone.autocast(recipe=strict):
+        model(torch.randn(4, K))
+    rows = duotone.plan(model, "mxfp8").filter(gemm="fprop")
+    assert [row.module for row in rows] == ["1.up", "1.mlp.fc1", "1.mlp.fc2"]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8-delayed"])
+def test_a_monitor_names_modules_by_their_path(recipe, tmp_path) -> None:
+    model, alarms = unnamed(), []
+    x = torch.zeros(32, K)  # under delayed scaling an alarm names the slots that saw nothing
+    with observe.Monitor(model, tmp_path / "run.jsonl", every=1, on_alarm=alarms.append) as monitor:
+        for _ in range(2):
+            with duotone.autocast(recipe=recipe):
+                model(x).sum().backward()
+            monitor.step()
+    text = (tmp_path / "run.jsonl").read_text()
+    assert set(re.findall(r'"module": "([^"]+)"', text)) == {"1.up", "1.mlp.fc1", "1.mlp.fc2"}
+    assert "Layer_" not in text and "a linear" not in text and ("1.up, input" in text) == (recipe == "fp8-delayed")
+
+
+def test_rules_by_place_refuse_children_of_a_module_without_a_name() -> None:
+    """They were skipped without a word."""
+    recipe = recipes.RuleRecipe(rules=(recipes.Rule(layer=0, format="mxfp8_e4m3"),))
+    for child in (duotone.LayerNormMLP(K, K), duotone.MoE(K, K, 2)):
+        model = nn.Sequential(child)
+        with pytest.raises(duotone.RecipeError, match=r"call duotone\.assign_names"), duotone.autocast(recipe=recipe):
+            model(torch.randn(4, K))
