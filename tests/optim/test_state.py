@@ -354,3 +354,25 @@ def test_a_step_without_other_writes_keeps_the_bits_of_the_master() -> None:
         for seed in range(3):
             step(optimizer, seed)
         assert not torch.equal(optimizer.state[p]["master"], p.detach().float())
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_pieces_of_one_weight_keep_the_masters_of_the_whole(groups: int) -> None:
+    """Pieces are views of one buffer and share its version, so that a write of one looks like a write of all."""
+    whole = duotone.Linear(16, 32, bias=False, params_dtype=torch.bfloat16)
+    split = duotone.Linear(16, 32, bias=False, params_dtype=torch.bfloat16, parameters_split=("a", "b"))
+    with torch.no_grad():
+        split.a_weight.copy_(whole.weight[:16]), split.b_weight.copy_(whole.weight[16:])
+    a, b = split.parameters()
+    optimizers = AdamW([whole.weight], master_weights=True), AdamW([a, b], master_weights=True)
+    if groups == 2:
+        optimizers = optimizers[0], AdamW([{"params": [a]}, {"params": [b]}], master_weights=True)
+    for seed in range(3):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        for module, optimizer in zip((whole, split), optimizers, strict=True):
+            optimizer.zero_grad()
+            module(x).float().square().mean().backward()
+            optimizer.step()
+    masters = [optimizers[1].state[p]["master"] for p in (a, b)]
+    assert torch.equal(torch.cat(masters), optimizers[0].state[whole.weight]["master"])
+    assert torch.equal(torch.cat([a, b]), whole.weight)

@@ -119,18 +119,19 @@ class AdamW(Optimizer):
         for group, parameters in groups:
             for parameter in parameters:
                 check_step(parameter, group)
-        encoded: list[tuple[Tensor, Tensor]] = []
+        computed: list[tuple[Group, list[Tensor]]] = []
         for group, parameters in groups:
-            computed = [p for p in parameters if is_computed(p, self.state[p], group)]
+            computed.append((group, [p for p in parameters if is_computed(p, self.state[p], group)]))
             self._update_plain(group, [p for p in parameters if not is_computed(p, self.state[p], group)])
-            for p in computed:
+            for p in computed[-1][1]:
                 self._prepare(group, p)
-            numbers = numbers_of(group, [self.state[p]["step"] for p in computed])
-            steps = [(p, self._update(p, of)) for p, of in zip(computed, numbers, strict=True)]
-            encoded += [(p, master) for p, master in steps if master is not None]
-        shards = [(shard_of(p), master) for p, master in encoded]
-        write_all([(shard, master) for shard, master in shards if isinstance(shard, QuantizedTensor)])
-        self._marks.update((p, Mark.of(p)) for p, _ in encoded)
+        encoded: list[tuple[Tensor, Tensor]] = []
+        for group, parameters in computed:
+            for p, of in zip(parameters, numbers_of(group, [self.state[p]["step"] for p in parameters]), strict=True):
+                master = self._update(p, of)
+                encoded += [(shard_of(p), master)] if master is not None else []
+        write_all([(shard, master) for shard, master in encoded if isinstance(shard, QuantizedTensor)])
+        self._marks.update((p, Mark.of(p)) for _, ps in computed for p in ps)  # pieces of a weight share a version
         return loss
 
     def _update_plain(self, group: Group, parameters: list[Tensor]) -> None:
@@ -186,8 +187,6 @@ class AdamW(Optimizer):
             is_written = True
         if is_distributed(parameter):
             torch.autograd.graph.increment_version(parameter)
-        if is_written:
-            self._marks[parameter] = Mark.of(parameter)
         return None if is_written else master
 
     def _state_of(self, group: Group, parameter: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Saved:
