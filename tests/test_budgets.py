@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39969
+LIBRARY_LINES = 39979
 TOOL_LINES = 7959
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -34,14 +34,14 @@ BUDGETS = {
     "integrations": (773, 11, 0),
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),
-    "linear": (1937, 5, 0),
+    "linear": (1942, 5, 0),
     "modules": (742, 3, 0),
     "observe": (2331, 6, 0),
     "ops": (1465, 0, 0),
-    "optim": (855, 3, 0),
+    "optim": (854, 3, 0),
     "package": (348, 1, 0),
     "pipeline": (1636, 15, 0),
-    "planned": (3469, 16, 0),
+    "planned": (3475, 16, 0),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1435, 0, 0),

@@ -1,6 +1,7 @@
 """What FSDP2's gathers send, and ways to use FSDP2, for weights that are quantized parameters and for plain ones."""
 
 import copy
+import dataclasses
 import functools
 import gc
 import itertools
@@ -381,6 +382,28 @@ def a_checkpoint_around_code_that_was_compiled_before_is_refused(folder: Path) -
     torch._dynamo.reset()
     torch.manual_seed(7)
     same(once(sharded()), want, "compiled anew")
+
+
+@check
+def backward_reads_of_gathered_weights_what_it_reads_in_one_process(folder: Path) -> None:
+    """Planes that it encodes again in one process, the weight itself, or what forward multiplied."""
+    ways = {"recompute_columnwise": True}, {"backward_override": "high_precision"}, {"backward_override": "dequantized"}
+    for name, way in itertools.product(("mxfp8", "fp8-current"), ways):
+        recipe = dataclasses.replace(recipes.load(name), **way)
+        m = model(recipe, held=False)
+        one = copy.deepcopy(m)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            split(duotone.gather_quantized(m), checks.mesh(), reshard_after_forward=True)
+        is_plain = "high_precision" in way.values()
+        assert is_plain == any("backward multiplies the weight itself" in str(each.message) for each in caught), way
+        for got, want in zip(steps(m), steps(one), strict=True):
+            same(got, want, f"{name}, {way}")
+    m = model(recipes.load("mxfp8"), held=False)
+    split(duotone.gather_quantized(m), checks.mesh())
+    recipe = recipes.MXFP8BlockScaling(backward_override="high_precision")
+    with duotone.autocast(recipe=recipe):
+        assert "gather_quantized sends planes alone" in refusal(lambda: once(m))
 
 
 @check

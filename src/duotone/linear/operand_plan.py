@@ -212,6 +212,11 @@ class OperandPlan:
         rowwise, columnwise = self.usage
         return self.quantizer.rowwise if rowwise else None, self.quantizer.columnwise if columnwise else None
 
+    @property
+    def differentiates_original(self) -> bool:
+        """Whether backward multiplies the tensor as it is, which no plane that forward reads holds."""
+        return self.backward is BACKWARD_OPERANDS["high_precision"] and self.quantizer.rowwise != IDENTITY
+
     def with_slots(self, slot: Callable[[int], Slot]) -> "OperandPlan":
         """The plan whose delayed directions use `slot(0)` rowwise and `slot(1)` columnwise."""
         row, col = self.quantizer.delayed

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 SIDES = ROWWISE, COLUMNWISE
+READ_AS_IT_IS = "its backward multiplies the weight itself, as backward_override says"
 UNLIKE = "would gather other planes", "give all of them the same recipe, in autocast, too"
 
 
@@ -49,8 +50,8 @@ def gather_quantized(model: nn.Module) -> nn.Module:
     Call it on a model with converted linears or Duotone modules, before or after `fully_shard`, and before the first
     forward. Parameters, gradients, optimizer states and checkpoints stay plain. A weight keeps the formats of its first
     forward. Some weights travel in high precision, with a warning: weights in pieces, packed ones, weights on the CPU,
-    and weights that FSDP2 cuts along columns. UserError if a recipe rounds weights stochastically, and in compiled code
-    if it scales them by history.
+    weights that FSDP2 cuts along columns, and all under backward_override = "high_precision". UserError if a recipe
+    rounds weights stochastically, and in compiled code if it scales them by history.
     """
     for module in model.modules():
         if hasattr(module, "sends_planes"):
@@ -77,14 +78,14 @@ def send_planes(module: "Planned") -> None:
                 f"{title(module)}: {weight.quantizer} does not encode a weight twice alike; use another recipe, "
                 "or quantized parameters (duotone.convert_parameters)"
             )
-        if reason := _refusal(parameter, weight.quantizer):
+        if reason := _refusal(parameter, weight):
             name, module.plain_gather = f"{title(module)}.{names[id(parameter)]}", reason
             warnings.warn(f"{name} travels in high precision: {reason}", stacklevel=2)
             continue
         SentWeight(module, member, parameter)
 
 
-def _refusal(parameter: "DTensor", quantizer: Quantizer) -> str:
+def _refusal(parameter: "DTensor", weight: OperandPlan) -> str:
     """Why planes of a DTensor's shards do not travel, or ""."""
     cuts = cuts_of(parameter)
     if not cuts or cuts[0][1] != 0:
@@ -94,9 +95,9 @@ def _refusal(parameter: "DTensor", quantizer: Quantizer) -> str:
     shard = parameter._local_tensor
     if shard.device.type != parameter.device_mesh.device_type:
         return f"its shards are on {shard.device}"
-    if any(quantizer.delayed) and not encodes_itself(quantizer):
-        return f"{quantizer} gives a delayed scale to something else than the weight"
-    return ""
+    if any(weight.quantizer.delayed) and not encodes_itself(weight.quantizer):
+        return f"{weight.quantizer} gives a delayed scale to something else than the weight"
+    return READ_AS_IT_IS if weight.differentiates_original else ""
 
 
 class SentWeight:
@@ -174,8 +175,13 @@ class SentWeight:
     def prepare(self, dtype: torch.dtype, rows: int) -> None:
         """Choose the formats: those of the first call that gathers. `rows` is the number of rows of the weight."""
         plan = self.module.plans.plan(active_recipe() or self.module.recipe, Call(str(self.shard.device), dtype))
-        self.weight, self.dtype, self.rows = plan.weight, dtype, rows
-        row, col = plan.weight.formats
+        if plan.weight.differentiates_original:
+            raise UserError(
+                f"{title(self.module)}: {READ_AS_IT_IS}, and gather_quantized sends planes alone; use "
+                "backward_override = 'dequantized', or give the recipe to the model before it is sharded"
+            )
+        self.weight, self.dtype, self.rows = plan.weight.from_cache(plan.weight.source, True), dtype, rows
+        row, col = self.weight.formats
         self.step = max(row.alignment[0] if row else 1, col.alignment[1] if col else 1)
         self.is_even = rows % (group_size(self.cuts[0][0]) * self.step) == 0
         self.gathers = Gathers((row, col), plan.weight.quantizer.derives_columnwise)
