@@ -79,11 +79,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def same_parts(a: Expected, b: Expected) -> bool:
-    for mine, theirs in zip(a, b, strict=True):
-        if (mine is None) != (theirs is None):
+    for left, right in zip(a, b, strict=True):
+        if (left is None) != (right is None):
             return False
-        if mine is not None and theirs is not None:
-            if mine.keys() != theirs.keys() or not all(same_bits(mine[k], theirs[k]) for k in mine):
+        if left is not None and right is not None:
+            if left.keys() != right.keys() or not all(same_bits(left[k], right[k]) for k in left):
                 return False
     return True
 

@@ -28,8 +28,10 @@ def test_quantizers(name) -> None:
     """core 21: the tensor comes out whole, and can be used inside."""
     q, usages = QUANTIZERS[name], (BOTH, ROW, COLUMN)
     tensors = compiled(lambda x: [q.quantize(x, usage=usage) for usage in usages])(X)
-    for got, usage in zip(tensors, usages, strict=True):
-        assert isinstance(got, QuantizedTensor) and got.quantizer == q and same(got, q.quantize(X, usage=usage))
+    for result, usage in zip(tensors, usages, strict=True):
+        assert (
+            isinstance(result, QuantizedTensor) and result.quantizer == q and same(result, q.quantize(X, usage=usage))
+        )
     want = (q.quantize(X).dequantize() + 1) @ X.t()
     assert torch.equal(compiled(lambda x: (q(x).dequantize() + 1) @ x.t())(X), want)
 
@@ -46,18 +48,18 @@ def test_a_write_has_the_bytes_of_eager(name: str) -> None:
         for t in tensors:
             t.copy_(t.float() * 0.9 + x)
 
-    ours, theirs = tensors(), tensors()
-    buffers = [part.data_ptr() for t in ours for part in t.parts]
-    compiled(step)(ours, source)
-    step(theirs, source)
-    assert all(map(same, ours, theirs)) and buffers == [part.data_ptr() for t in ours for part in t.parts]
+    written, expected = tensors(), tensors()
+    buffers = [part.data_ptr() for t in written for part in t.parts]
+    compiled(step)(written, source)
+    step(expected, source)
+    assert all(map(same, written, expected)) and buffers == [part.data_ptr() for t in written for part in t.parts]
 
 
 @pytest.mark.parametrize("make", [MXFP8Quantizer, Float8CurrentScalingQuantizer, NVFP4Quantizer])
 def test_handles(make) -> None:
     handle = make(columnwise=False)
-    got = compiled(lambda x: handle(x))(X)
-    assert same(got, handle(X)) and got.get_usages() == {"rowwise": True, "columnwise": False}
+    result = compiled(lambda x: handle(x))(X)
+    assert same(result, handle(X)) and result.get_usages() == {"rowwise": True, "columnwise": False}
     assert torch.equal(compiled(lambda x: handle.quantize(x).dequantize())(X), handle(X).dequantize())
 
 
@@ -87,8 +89,8 @@ def test_a_delayed_handle_takes_its_scale_and_records_its_amax() -> None:
     inside, outside = (Float8Quantizer(torch.full((1,), 3.0), torch.zeros(1)) for _ in range(2))
     run = compiled(lambda x: inside(x))
     for x in (X, 3 * X):
-        got, want = run(x), outside(x)
-        assert same(got, want) and got.quantizer == want.quantizer
+        result, want = run(x), outside(x)
+        assert same(result, want) and result.quantizer == want.quantizer
         assert torch.equal(inside.amax, outside.amax) and inside.amax == x.abs().max()
     inside.scale.fill_(5.0)
     assert float(run(X).rowwise_scale) == float(torch.tensor(1.0) / 5.0)

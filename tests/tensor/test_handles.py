@@ -249,9 +249,9 @@ def test_children_of_a_hybrid_encode_in_their_own_way(source) -> None:
 
 
 def keep(t, usage: Usage):
-    held = t.detach()
-    held.update_usage(*usage)
-    return held
+    result = t.detach()
+    result.update_usage(*usage)
+    return result
 
 
 def count(monkeypatch) -> list[tuple[str, str]]:
@@ -348,10 +348,10 @@ def test_equality_is_by_value() -> None:
     assert one != unbound and unbound != one
     assert one == one and one != other and one != one.copy() and len({one, other}) == 2
 
-    class Mine(Quantizer):
+    class Subclass(Quantizer):
         pass
 
-    assert Mine(get("mxfp8_e4m3"), get("nvfp4")) != base
+    assert Subclass(get("mxfp8_e4m3"), get("nvfp4")) != base
     with pytest.raises(dataclasses.FrozenInstanceError):
         base.rowwise = None
     assert base.with_usage(rowwise=False) == Quantizer(None, get("nvfp4")) and base.rowwise is not None
@@ -477,9 +477,9 @@ def test_the_scale_of_a_handle_is_written_in_place() -> None:
 
 
 def test_a_subclass_of_a_handle_has_attributes_of_its_own() -> None:
-    class Mine(MXFP8Quantizer):
+    class Subclass(MXFP8Quantizer):
         def __init__(self) -> None:
             super().__init__()
             self.note = "mine"
 
-    assert Mine().note == "mine"
+    assert Subclass().note == "mine"

@@ -70,12 +70,12 @@ def test_views_and_pieces_keep_offsets_and_memory() -> None:
         lambda v: v[::3],
         lambda v: v.as_strided((3,), (20,), 1),
     ):
-        got, want = cut(t), cut(x)
-        assert got.shape == want.shape
-        got.add_(1)
-        assert same_bits(t.dequantize(), x) and same_bits(got * 1, want * 1)
-        if isinstance(got, QuantizedTensor):
-            assert got.rowwise_codes.data_ptr() == want.data_ptr()
+        result, want = cut(t), cut(x)
+        assert result.shape == want.shape
+        result.add_(1)
+        assert same_bits(t.dequantize(), x) and same_bits(result * 1, want * 1)
+        if isinstance(result, QuantizedTensor):
+            assert result.rowwise_codes.data_ptr() == want.data_ptr()
 
 
 def test_strided_input_stays_where_it_is() -> None:

@@ -207,12 +207,12 @@ def test_prepare_and_restore(q, usage) -> None:
         for p in plane.parts
     ]
     expected = [getattr(t, name) for name in names]
-    taken = prepare_for_saving(t)
-    assert all(a is b for a, b in zip(taken, expected, strict=True))
+    tensors = prepare_for_saving(t)
+    assert all(a is b for a, b in zip(tensors, expected, strict=True))
     assert t.planes == (None, None) and t.shape == (32, 64) and "no planes" in repr(t)
     assert same_parts(snapshot(copied), saved)
     other = torch.ones(1)
-    left = restore_from_saved(t, [*taken, other])
+    left = restore_from_saved(t, [*tensors, other])
     assert len(left) == 1 and left[0] is other and same_parts(snapshot(t), saved)
     assert t.planes.aliased == copied.planes.aliased
 
@@ -233,12 +233,12 @@ def test_prepare_and_restore_out_of_turn() -> None:
     before = snapshot(t)
     with pytest.raises(MissingPlaneError, match="prepare_for_saving first"):
         restore_from_saved(t, [])
-    taken = prepare_for_saving(t)
+    tensors = prepare_for_saving(t)
     with pytest.raises(MissingPlaneError, match="taken out already"):
         prepare_for_saving(t)
     with pytest.raises(UserError, match="needs its 4 buffers back; got 3"):
-        restore_from_saved(t, taken[:3])
-    assert restore_from_saved(t, taken) == [] and same_parts(snapshot(t), before)
+        restore_from_saved(t, tensors[:3])
+    assert restore_from_saved(t, tensors) == [] and same_parts(snapshot(t), before)
 
 
 @every_quantizer
@@ -246,11 +246,11 @@ def test_prepare_and_restore_out_of_turn() -> None:
 def test_clear(q, usage) -> None:
     """core 42; hybrid 26: memory goes at once though others hold the buffers; again is no error; the shape stays."""
     t = q.quantize(torch.randn(32, 64), usage=usage)
-    held = t.detach()
+    copy = t.detach()
     clear(t)
     clear(t)
     assert t.shape == (32, 64) and not any(t.get_usages().values()) and "no planes" in repr(t)
-    for plane in held.planes:
+    for plane in copy.planes:
         for part in plane.parts.values() if plane else ():
             assert part.numel() == part.untyped_storage().nbytes() == 0
 

@@ -52,13 +52,13 @@ def test_planes_are_those_of_the_formats(q, usage, dtype) -> None:
 def test_quantize_into_a_tensor(q, usage) -> None:
     """core 2, 6: out= is returned, keeps its class, and holds the bytes of a new one."""
 
-    class Own(QuantizedTensor):
+    class Subclass(QuantizedTensor):
         pass
 
     x = torch.randn(SHAPE)
     out = q.quantize(torch.randn(SHAPE), usage=usage)
-    out.__class__ = Own
-    assert q.quantize(x, usage=usage, out=out) is out and type(out) is Own
+    out.__class__ = Subclass
+    assert q.quantize(x, usage=usage, out=out) is out and type(out) is Subclass
     out.__class__ = QuantizedTensor
     assert same(out, q.quantize(x, usage=usage))
     tensor = q.make_empty(SHAPE, usage=usage)
@@ -189,10 +189,10 @@ def test_make_empty_is_what_quantize_makes(q, usage, dtype) -> None:
         real = q.quantize(torch.randn(shape).to(dtype), usage=usage)
         assert tensor.requires_grad and tensor.is_leaf and (tensor.shape, tensor.dtype) == (real.shape, dtype)
         assert tensor.__tensor_flatten__()[0] == real.__tensor_flatten__()[0]
-        for mine, theirs in zip(parts_of(tensor), parts_of(real), strict=True):
-            assert (mine is None) == (theirs is None)
-            for name in mine or ():
-                assert (mine[name].shape, mine[name].dtype) == (theirs[name].shape, theirs[name].dtype)
+        for empty, filled in zip(parts_of(tensor), parts_of(real), strict=True):
+            assert (empty is None) == (filled is None)
+            for name in empty or ():
+                assert (empty[name].shape, empty[name].dtype) == (filled[name].shape, filled[name].dtype)
 
 
 @every_quantizer
@@ -231,8 +231,8 @@ def test_multi_quantize_is_the_loop() -> None:
     """core 12."""
     for handle in (MXFP8Quantizer(columnwise=False), Float8CurrentScalingQuantizer()):
         tensors = [torch.randn(n, 32) for n in (1, 0, 64)]
-        for got, x in zip(handle.multi_quantize(tensors), tensors, strict=True):
-            assert same(got, handle(x))
+        for result, x in zip(handle.multi_quantize(tensors), tensors, strict=True):
+            assert same(result, handle(x))
 
 
 @pytest.mark.parametrize(
@@ -277,9 +277,9 @@ def test_awkward_values_give_what_the_format_gives(q, usage, awkward) -> None:
         expected = values_of(q.rowwise, row, awkward)
     else:
         expected = values_of(q.columnwise, col, awkward.t()).t()
-    got = t.dequantize()
-    assert torch.equal(got.isnan(), expected.isnan())
-    assert same_bits(got.nan_to_num(0.0), expected.nan_to_num(0.0))
+    result = t.dequantize()
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert same_bits(result.nan_to_num(0.0), expected.nan_to_num(0.0))
 
 
 @every_quantizer
@@ -388,9 +388,9 @@ def test_scales_that_span_the_sharded_dimension_agree(dim) -> None:
     """core 22: one scale per row of x, and per row of its transpose: shards agree on just one of the two."""
     x = torch.rand(16, 32)
     t = pair("fp8_e4m3_row").quantize(x, ctx=QuantizeContext(shard=Pair(dim)))
-    own = x.amax(1 - dim) / 448
+    local = x.amax(1 - dim) / 448
     planes = t.planes if dim == 0 else t.planes[::-1]
-    assert torch.allclose(planes[0].parts["scale"].flatten(), own)
+    assert torch.allclose(planes[0].parts["scale"].flatten(), local)
     assert torch.allclose(planes[1].parts["scale"].flatten(), torch.full((x.shape[1 - dim],), 10 / 448))
 
 

@@ -133,12 +133,12 @@ def test_every_view_stays_quantized(shape) -> None:
 
 def test_other_operations_give_plain_tensors_of_the_dequantized_values() -> None:
     t, x = quantize(torch.randn(32, 64), MX), torch.randn(64, 8)
-    for got, want in (
+    for result, want in (
         (t @ x, t.dequantize() @ x),
         (t + 1, t.dequantize() + 1),
         (t.sum(), t.dequantize().sum()),
     ):
-        assert type(got) is torch.Tensor and torch.equal(got, want)
+        assert type(result) is torch.Tensor and torch.equal(result, want)
     assert type(t.to(torch.bfloat16)) is torch.Tensor
     assert torch.equal(t.to(torch.bfloat16), t.dequantize().to(torch.bfloat16))
 

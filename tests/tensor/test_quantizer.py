@@ -65,8 +65,8 @@ def test_columnwise_only_of_a_derivable_format_encodes_the_row_transiently(monke
 def test_rowwise_dequantized_encodes_what_the_rowwise_plane_stands_for(row, col, rowwise) -> None:
     x = torch.randn(32, 64).bfloat16()
     planes = Quantizer(get(row), get(col), "rowwise_dequantized").encode(x, Usage(rowwise, True))
-    held = encode_plane(get(row), x).dequantize(torch.bfloat16)
-    expected = Quantizer(get(col), get(col)).encode(held, Usage(False, True)).columnwise
+    decoded = encode_plane(get(row), x).dequantize(torch.bfloat16)
+    expected = Quantizer(get(col), get(col)).encode(decoded, Usage(False, True)).columnwise
     assert (planes.rowwise is not None) == rowwise
     assert all(torch.equal(planes.columnwise.parts[k], v) for k, v in expected.parts.items())
 

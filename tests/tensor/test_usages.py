@@ -35,8 +35,8 @@ def test_update_usage(name, usage) -> None:
         q, x = QUANTIZERS[name], torch.randn(32, 64)
         t = q.quantize(x, usage=usage)
         before = snapshot(t)
-        after = Usage(*(held if want is None else want for held, want in zip(usage, request_, strict=True)))
-        missing = [want and not held for held, want in zip(usage, request_, strict=True)]
+        after = Usage(*(present if want is None else want for present, want in zip(usage, request_, strict=True)))
+        missing = [want and not present for present, want in zip(usage, request_, strict=True)]
         if any(missing) and not (name in LOSSLESS and any(usage)):
             with pytest.raises(MissingPlaneError, match="materialize_usage") as error:
                 t.update_usage(*request_)
@@ -62,11 +62,11 @@ def test_derived_planes_of_ragged_tensors(name, shape) -> None:
 
 def test_two_different_formats_never_follow_from_each_other() -> None:
     """hybrid 22: though the other format could be transposed, a later write would make another one."""
-    for name, held, missing in (("fp8|128x128", COLUMN, "rowwise"), ("identity|nvfp4", ROW, "columnwise")):
-        t = QUANTIZERS[name].quantize(torch.randn(32, 64), usage=held)
+    for name, usage, missing in (("fp8|128x128", COLUMN, "rowwise"), ("identity|nvfp4", ROW, "columnwise")):
+        t = QUANTIZERS[name].quantize(torch.randn(32, 64), usage=usage)
         with pytest.raises(MissingPlaneError, match=f"no {missing} plane and none follows"):
             t.update_usage(**{missing: True})
-        assert same(t.zero_(), QUANTIZERS[name].quantize(torch.zeros(32, 64), usage=held))
+        assert same(t.zero_(), QUANTIZERS[name].quantize(torch.zeros(32, 64), usage=usage))
 
 
 def test_a_derived_plane_shares_all_of_its_memory_or_nothing() -> None:
@@ -124,14 +124,14 @@ def test_dequantize(q, usage, dtype) -> None:
     t = q.quantize(x, usage=usage)
     row, col = planes_of(q, matrix, usage)
     del t.quantizer
-    for asked in (None, torch.float32, torch.bfloat16):
-        like = matrix.to(asked or dtype)
+    for target in (None, torch.float32, torch.bfloat16):
+        like = matrix.to(target or dtype)
         if row is not None and (col is None or q.rowwise.precision >= q.columnwise.precision):
             expected = values_of(q.rowwise, row, like)
         else:
             expected = values_of(q.columnwise, col, like.t()).t()
-        got = t.dequantize(asked)
-        assert same_bits(got, expected.reshape(x.shape)) and got.is_contiguous()
+        result = t.dequantize(target)
+        assert same_bits(result, expected.reshape(x.shape)) and result.is_contiguous()
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,8 @@ PLAIN_OPS = {
 def test_what_gives_a_plain_tensor(op, name, usage) -> None:
     """core 32, 33; hybrid 30: the values of the operation on the dequantized tensor, bit for bit."""
     t = QUANTIZERS[name].quantize(torch.randn(64, 64), usage=usage)
-    got = op(t)
-    assert type(got) is torch.Tensor and same_bits(got, op(t.dequantize()))
+    result = op(t)
+    assert type(result) is torch.Tensor and same_bits(result, op(t.dequantize()))
 
 
 @every_quantizer
@@ -220,8 +220,8 @@ def test_detach_shares_and_clone_does_not(q, usage) -> None:
     assert clone.requires_grad and same(clone, t) and not set(addresses(clone)) & set(addresses(t))
     clone.sum().backward()
     assert torch.equal(x.grad, torch.ones(32, 64))
-    for mine, other in ((t.detach(), clone.detach()), (clone.detach(), t.detach())):
-        for plane in mine.planes:
+    for one, other in ((t.detach(), clone.detach()), (clone.detach(), t.detach())):
+        for plane in one.planes:
             for part in plane.parts.values() if plane else ():
                 saved = snapshot(other)
                 poison = part.clone()
@@ -233,11 +233,11 @@ def test_detach_shares_and_clone_does_not(q, usage) -> None:
 def test_a_subclass_survives() -> None:
     """core 6, 30."""
 
-    class Own(QuantizedTensor):
+    class Subclass(QuantizedTensor):
         pass
 
     t = MX.quantize(torch.randn(64, 64))
-    t.__class__ = Own
+    t.__class__ = Subclass
     for result in (
         t.detach(),
         t.clone(),
@@ -247,7 +247,7 @@ def test_a_subclass_survives() -> None:
         torch.empty_like(t),
         torch.nn.Parameter(t),
     ):
-        assert type(result) is Own
+        assert type(result) is Subclass
 
 
 @every_quantizer
@@ -330,8 +330,8 @@ def test_unbind_gives_the_views_that_select_gives() -> None:
     t = MX.quantize(torch.randn(3, 64, 32))
     for i, member in enumerate(t.unbind(0)):
         assert isinstance(member, QuantizedTensor)
-        for mine, other in zip(member.planes, t[i].planes, strict=True):
-            for name, part in mine.parts.items():
+        for plane, other in zip(member.planes, t[i].planes, strict=True):
+            for name, part in plane.parts.items():
                 assert part.data_ptr() == other.parts[name].data_ptr() and torch.equal(part, other.parts[name])
 
 
@@ -375,8 +375,8 @@ def test_views_in_inference_mode_are_those_outside_of_it(name, view) -> None:
             result = view(w if parameter else q.quantize(x.clone()))
             values = result.dequantize().clone() if isinstance(result, QuantizedTensor) else result.clone()
             plain = view(torch.nn.Parameter(x) if parameter else x.clone())
-        held = outside.dequantize() if isinstance(outside, QuantizedTensor) else outside
-        assert type(result) is type(outside) and same_bits(values, held)
+        expected = outside.dequantize() if isinstance(outside, QuantizedTensor) else outside
+        assert type(result) is type(outside) and same_bits(values, expected)
         assert result.is_inference() == plain.is_inference()
     with torch.no_grad():
         w.mul_(2)

@@ -88,8 +88,8 @@ def test_in_place_on_plain_tensors_with_quantized_operands() -> None:
 def test_several_outputs() -> None:
     """core 34: each argument that the schema writes, by name; what is returned is what was given."""
     values, indices = FP8.quantize(torch.zeros(64)), torch.zeros(64, dtype=torch.long)
-    got = torch.ops.aten.max.dim_max(Y, 0, max=values, max_values=indices)
-    assert got[0] is values and got[1] is indices
+    result = torch.ops.aten.max.dim_max(Y, 0, max=values, max_values=indices)
+    assert result[0] is values and result[1] is indices
     assert same(values, FP8.quantize(Y.max(0).values)) and torch.equal(indices, Y.max(0).indices)
     with torch.inference_mode():
         t = MX.quantize(X)
@@ -110,8 +110,8 @@ def test_a_list_with_plain_tensors_writes_the_bits_of_single_operations() -> Non
     torch._foreach_add_(tensors, gradients, alpha=-0.03)
     for t, g in zip(alone, gradients, strict=True):
         t.add_(g, alpha=-0.03)
-    for got, want in zip(tensors, alone, strict=True):
-        assert torch.equal(got + 0, want + 0)
+    for result, want in zip(tensors, alone, strict=True):
+        assert torch.equal(result + 0, want + 0)
 
 
 def test_autograd_sees_writes() -> None:
@@ -168,10 +168,10 @@ def test_copy_of_bytes(q, usage) -> None:
 
 def test_copy_derives_what_is_missing() -> None:
     """core 35: usages that differ, where the format gives the other plane without loss."""
-    for held, wanted in ((ROW, COLUMN), (COLUMN, ROW), (ROW, BOTH), (BOTH, ROW)):
-        source, target = FP8.quantize(X, usage=held), FP8.quantize(Y, usage=wanted)
-        assert same(target.copy_(source), FP8.quantize(X, usage=wanted))
-        assert source.get_usages() == held._asdict()
+    for of_source, of_target in ((ROW, COLUMN), (COLUMN, ROW), (ROW, BOTH), (BOTH, ROW)):
+        source, target = FP8.quantize(X, usage=of_source), FP8.quantize(Y, usage=of_target)
+        assert same(target.copy_(source), FP8.quantize(X, usage=of_target))
+        assert source.get_usages() == of_source._asdict()
 
 
 def test_copy_with_usages_that_differ() -> None:
@@ -355,8 +355,8 @@ def test_an_optimizer_writes_long_lists_in_parts(monkeypatch: pytest.MonkeyPatch
             results.append(parameters)
             most, written[:] = max(written), []
             assert most == (5 if at_once > 2 * X.numel() else 2), options
-        for got, want in zip(*results, strict=True):
-            assert torch.equal(plain(got.detach()), plain(want.detach())), options
+        for result, want in zip(*results, strict=True):
+            assert torch.equal(plain(result.detach()), plain(want.detach())), options
 
 
 def test_state_dicts() -> None:
