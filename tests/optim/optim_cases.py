@@ -28,7 +28,7 @@ QUANTIZERS = {
 RATES = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def held(
+def random_parameter(
     quantizer: Quantizer, shape: tuple[int, ...] = (48, 80), dtype: torch.dtype = torch.bfloat16, preserve: bool = False
 ) -> nn.Parameter:
     return quantized_parameter(nn.Parameter(torch.randn(shape, dtype=dtype)), quantizer, preserve=preserve)

@@ -10,9 +10,9 @@ from duotone.optim import AdamW, FusedAdam
 SHAPES = [(), (1,), (7,), (33, 65), (3, 5, 7), (0, 4)]
 
 
-def close(got: Tensor, want: Tensor) -> None:
+def close(result: Tensor, want: Tensor) -> None:
     """A few roundings apart: torch's kernels may make one operation of a product and a sum, and divide otherwise."""
-    torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-7, equal_nan=True)
+    torch.testing.assert_close(result, want, rtol=2e-6, atol=1e-7, equal_nan=True)
 
 
 def gradients(parameters: list[Tensor], step: int, scale: float = 1.0) -> list[Tensor]:
@@ -23,46 +23,49 @@ def gradients(parameters: list[Tensor], step: int, scale: float = 1.0) -> list[T
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
 def test_plain_parameters_are_those_of_torch(dtype, maximize) -> None:
-    mine = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
-    theirs = [nn.Parameter(p.detach().clone()) for p in mine]
-    here, there = AdamW(mine, **RATES, maximize=maximize), torch.optim.AdamW(theirs, **RATES, maximize=maximize)
+    parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+    references = [nn.Parameter(p.detach().clone()) for p in parameters]
+    optimizer, oracle = (
+        AdamW(parameters, **RATES, maximize=maximize),
+        torch.optim.AdamW(references, **RATES, maximize=maximize),
+    )
     for step in range(5):
-        for p, q, grad in zip(mine, theirs, gradients(mine, step), strict=True):
+        for p, q, grad in zip(parameters, references, gradients(parameters, step), strict=True):
             p.grad = q.grad = grad
-        here.step(), there.step()
-    for p, q in zip(mine, theirs, strict=True):
+        optimizer.step(), oracle.step()
+    for p, q in zip(parameters, references, strict=True):
         assert torch.equal(p, q) and p.grad is not None
-        assert here.state[p].keys() == there.state[q].keys() == {"step", "exp_avg", "exp_avg_sq"}
-        assert torch.equal(here.state[p]["exp_avg_sq"], there.state[q]["exp_avg_sq"])
+        assert optimizer.state[p].keys() == oracle.state[q].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert torch.equal(optimizer.state[p]["exp_avg_sq"], oracle.state[q]["exp_avg_sq"])
 
 
 def test_fused_adam_decays_nothing_by_default() -> None:
-    mine, theirs = (nn.Parameter(torch.linspace(-2, 2, 65)) for _ in range(2))
-    here, there = FusedAdam([mine], 0.01), torch.optim.Adam([theirs], 0.01)
+    parameter, reference = (nn.Parameter(torch.linspace(-2, 2, 65)) for _ in range(2))
+    optimizer, oracle = FusedAdam([parameter], 0.01), torch.optim.Adam([reference], 0.01)
     for step in range(5):
-        mine.grad = theirs.grad = gradients([mine], step)[0]
-        here.step(), there.step()
-    assert torch.equal(mine, theirs)
-    assert FusedAdam([mine], weight_decay=0.1, moment_dtype=torch.bfloat16).defaults["weight_decay"] == 0.1
+        parameter.grad = reference.grad = gradients([parameter], step)[0]
+        optimizer.step(), oracle.step()
+    assert torch.equal(parameter, reference)
+    assert FusedAdam([parameter], weight_decay=0.1, moment_dtype=torch.bfloat16).defaults["weight_decay"] == 0.1
 
 
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_masters_follow_torch_in_fp32_and_parameters_are_those_rounded(dtype, maximize) -> None:
-    mine = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
-    theirs = [nn.Parameter(p.detach().float()) for p in mine]
-    here = AdamW(mine, **RATES, maximize=maximize, master_weights=True)
-    there = torch.optim.AdamW(theirs, **RATES, maximize=maximize)
+    parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+    references = [nn.Parameter(p.detach().float()) for p in parameters]
+    optimizer = AdamW(parameters, **RATES, maximize=maximize, master_weights=True)
+    oracle = torch.optim.AdamW(references, **RATES, maximize=maximize)
     for step in range(20):
-        for p, q, grad in zip(mine, theirs, gradients(mine, step), strict=True):
+        for p, q, grad in zip(parameters, references, gradients(parameters, step), strict=True):
             p.grad, q.grad = grad, grad.float()
-        here.step(), there.step()
-        for p, q in zip(mine, theirs, strict=True):
-            state = here.state[p]
+        optimizer.step(), oracle.step()
+        for p, q in zip(parameters, references, strict=True):
+            state = optimizer.state[p]
             assert same_bits(p, state["master"].to(dtype))
             for name in ("exp_avg", "exp_avg_sq"):
                 assert state[name].dtype is torch.float32
-                close(state[name], there.state[q][name])
+                close(state[name], oracle.state[q][name])
             close(state["master"], q)
 
 
@@ -71,12 +74,12 @@ def test_other_rates_follow_torch(beta1, beta2) -> None:
     rates = {"lr": 0.3, "betas": (beta1, beta2), "eps": 1e-3, "weight_decay": 0.0}
     p = nn.Parameter(torch.randn(64, dtype=torch.bfloat16))
     q = nn.Parameter(p.detach().float())
-    here, there = AdamW([p], **rates, master_weights=True), torch.optim.AdamW([q], **rates)
+    optimizer, oracle = AdamW([p], **rates, master_weights=True), torch.optim.AdamW([q], **rates)
     for step in range(6):
         p.grad = gradients([p], step)[0]
         q.grad = p.grad.float()
-        here.step(), there.step()
-    close(here.state[p]["master"], q)
+        optimizer.step(), oracle.step()
+    close(optimizer.state[p]["master"], q)
 
 
 def test_zeros_denormals_infinities_and_nan_go_where_torch_puts_them() -> None:
@@ -84,14 +87,14 @@ def test_zeros_denormals_infinities_and_nan_go_where_torch_puts_them() -> None:
     first = torch.tensor(special).bfloat16()
     p = nn.Parameter(torch.ones(len(special), dtype=torch.bfloat16))
     q = nn.Parameter(torch.ones(len(special)))
-    here, there = AdamW([p], **RATES, master_weights=True), torch.optim.AdamW([q], **RATES)
+    optimizer, oracle = AdamW([p], **RATES, master_weights=True), torch.optim.AdamW([q], **RATES)
     for grad in (first, torch.ones_like(first), -first.flip(0)):
         p.grad, q.grad = grad, grad.float()
-        here.step(), there.step()
-        close(here.state[p]["master"], q)
+        optimizer.step(), oracle.step()
+        close(optimizer.state[p]["master"], q)
         for name in ("exp_avg", "exp_avg_sq"):
-            close(here.state[p][name], there.state[q][name])
-    assert here.state[p]["master"].isnan().any() and here.state[p]["master"].isfinite().any()
+            close(optimizer.state[p][name], oracle.state[q][name])
+    assert optimizer.state[p]["master"].isnan().any() and optimizer.state[p]["master"].isfinite().any()
 
 
 def test_gradients_of_any_strides_and_dtype() -> None:
@@ -134,17 +137,19 @@ def test_masters_may_begin_late_and_their_state_is_contiguous() -> None:
 
 def test_groups_have_rates_of_their_own_and_mixed_dtypes() -> None:
     p, q, r = (nn.Parameter(torch.ones(8, dtype=d)) for d in (torch.bfloat16, torch.float32, torch.bfloat16))
-    there = [nn.Parameter(torch.ones(8)) for _ in range(2)]
-    here = AdamW([{"params": [p, q], "lr": 0.5}, {"params": r, "weight_decay": 0.0}], **RATES, master_weights=True)
-    torchs = torch.optim.AdamW([{"params": there[0], "lr": 0.5}, {"params": there[1], "weight_decay": 0.0}], **RATES)
-    for t in (p, q, r, *there):
+    references = [nn.Parameter(torch.ones(8)) for _ in range(2)]
+    optimizer = AdamW([{"params": [p, q], "lr": 0.5}, {"params": r, "weight_decay": 0.0}], **RATES, master_weights=True)
+    torchs = torch.optim.AdamW(
+        [{"params": references[0], "lr": 0.5}, {"params": references[1], "weight_decay": 0.0}], **RATES
+    )
+    for t in (p, q, r, *references):
         t.grad = torch.linspace(-1, 1, 8).to(t.dtype)
-    for t in there:
+    for t in references:
         t.grad = torch.linspace(-1, 1, 8).bfloat16().float()
-    here.step(), torchs.step()
-    close(here.state[p]["master"], there[0])
-    close(here.state[r]["master"], there[1])
-    assert "master" not in here.state[q] and q.dtype is torch.float32
+    optimizer.step(), torchs.step()
+    close(optimizer.state[p]["master"], references[0])
+    close(optimizer.state[r]["master"], references[1])
+    assert "master" not in optimizer.state[q] and q.dtype is torch.float32
 
 
 def test_a_parameter_without_a_gradient_is_left_alone() -> None:

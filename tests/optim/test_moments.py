@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from optim_cases import QUANTIZERS, RATES, all_same, everything, held
+from optim_cases import QUANTIZERS, RATES, all_same, everything, random_parameter
 from torch import Tensor, nn
 
 from duotone.errors import UserError
@@ -22,7 +22,11 @@ def parameters() -> list[nn.Parameter]:
     """Quantized, and plain of each dtype, of 1 to 3 dimensions, with rows that are no multiple of a block."""
     torch.manual_seed(0)
     plain = [torch.randn(9, 300), torch.randn(40, 130).bfloat16(), torch.randn(7).bfloat16(), torch.randn(3, 5, 129)]
-    return [held(QUANTIZERS["mxfp8"]), *map(nn.Parameter, plain), nn.Parameter(torch.randn(4, 128).half())]
+    return [
+        random_parameter(QUANTIZERS["mxfp8"]),
+        *map(nn.Parameter, plain),
+        nn.Parameter(torch.randn(4, 128).half()),
+    ]
 
 
 def run(optimizer: AdamW, steps: range) -> None:
@@ -37,25 +41,25 @@ def run(optimizer: AdamW, steps: range) -> None:
 @pytest.mark.parametrize("moments", DTYPES[1:], ids=str)
 def test_plain_parameters_follow_the_dtype_of_moments(dtype, moments) -> None:
     """The oracle is torch's AdamW in fp32, started anew from what is stored."""
-    p, theirs = nn.Parameter(torch.randn(40, 200).to(dtype)), nn.Parameter(torch.zeros(40, 200))
-    optimizer, oracle = AdamW([p], **RATES, moment_dtype=moments), torch.optim.AdamW([theirs], **RATES)
+    p, reference = nn.Parameter(torch.randn(40, 200).to(dtype)), nn.Parameter(torch.zeros(40, 200))
+    optimizer, oracle = AdamW([p], **RATES, moment_dtype=moments), torch.optim.AdamW([reference], **RATES)
     for step in range(3):
         state = optimizer.state[p]
         with torch.no_grad():
-            theirs.copy_(p)
+            reference.copy_(p)
             for name in ("exp_avg", "exp_avg_sq") if step else ():
-                oracle.state[theirs][name].copy_(first_moment(state) if name == "exp_avg" else state[name])
+                oracle.state[reference][name].copy_(first_moment(state) if name == "exp_avg" else state[name])
         p.grad = torch.randn(p.shape).to(dtype)
-        theirs.grad = p.grad.float()
+        reference.grad = p.grad.float()
         optimizer.step(), oracle.step()
-        want, atol = oracle.state[theirs]["exp_avg"], 1e-7
+        want, atol = oracle.state[reference]["exp_avg"], 1e-7
         if moments == FP8:  # half a step of E4M3, of the largest of a block below its normal numbers
             atol = want.abs().max().item() * 2**-17
         rounding = {torch.float32: 2e-6, torch.bfloat16: 2**-8, FP8: 2**-4}[moments] * 1.001
         torch.testing.assert_close(first_moment(state).float(), want, rtol=rounding, atol=atol)
-        torch.testing.assert_close(state["exp_avg_sq"], oracle.state[theirs]["exp_avg_sq"], rtol=2e-6, atol=1e-7)
+        torch.testing.assert_close(state["exp_avg_sq"], oracle.state[reference]["exp_avg_sq"], rtol=2e-6, atol=1e-7)
         assert state["exp_avg_sq"].dtype == torch.float32 and "master" not in state
-        torch.testing.assert_close(p.float(), theirs.to(dtype).float(), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+        torch.testing.assert_close(p.float(), reference.to(dtype).float(), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 def test_fp8_takes_a_byte_an_element_and_a_scale_for_128() -> None:
@@ -112,7 +116,7 @@ def test_a_group_may_change_its_dtype(before, after) -> None:
 
 
 def test_without_masters_one_weight_is_decoded_at_a_time() -> None:
-    parameters = [held(QUANTIZERS[name]) for name in ("mxfp8", "current", "nvfp4")]
+    parameters = [random_parameter(QUANTIZERS[name]) for name in ("mxfp8", "current", "nvfp4")]
     decoded: list[weakref.ref[Tensor]] = []
 
     def first_values(parameter: Tensor) -> Tensor:

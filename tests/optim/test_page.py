@@ -23,9 +23,9 @@ ROWS = {
 def test_the_example_runs_and_learns() -> None:
     code = re.search(r"```python\n(.*?)```", PAGE, re.S)
     assert code is not None
-    told: dict[str, object] = {"losses": []}
-    exec(code[1] + "    losses.append(loss.item())\n", told)
-    losses = told["losses"]
+    namespace: dict[str, object] = {"losses": []}
+    exec(code[1] + "    losses.append(loss.item())\n", namespace)
+    losses = namespace["losses"]
     assert len(losses) == 10 and losses[-1] < losses[0]
 
 
@@ -34,10 +34,10 @@ def test_the_bytes_are_those_of_the_dtypes(row) -> None:
     cells = next(line for line in PAGE.splitlines() if line.startswith(f"| {row} |")).split("|")
     codes, gradient, state, whole, moved = (float(cell) for cell in cells[2:7])
     name, planes, reads = ROWS[row]
-    held = planes * formats.get(name).describe()["bits_per_element"] / 8
-    step = GRADIENT + 2 * STATE + held
+    stored = planes * formats.get(name).describe()["bits_per_element"] / 8
+    step = GRADIENT + 2 * STATE + stored
     if reads is not None:
-        step += 2 + 2 * reads + 2 * held
+        step += 2 + 2 * reads + 2 * stored
     assert (gradient, state) == (GRADIENT, STATE)
-    assert codes == pytest.approx(held, abs=0.006) and whole == pytest.approx(held + GRADIENT + STATE, abs=0.006)
+    assert codes == pytest.approx(stored, abs=0.006) and whole == pytest.approx(stored + GRADIENT + STATE, abs=0.006)
     assert moved == pytest.approx(step, abs=0.5)

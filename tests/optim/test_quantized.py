@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from optim_cases import QUANTIZERS, RATES, held, pair, parts, same_bits
+from optim_cases import QUANTIZERS, RATES, pair, parts, random_parameter, same_bits
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -20,17 +20,17 @@ every_quantizer = pytest.mark.parametrize("q", QUANTIZERS.values(), ids=QUANTIZE
 @pytest.mark.parametrize("shape", [(48, 80), (33, 17), (2, 3, 64), (1, 1)], ids=str)
 @every_quantizer
 def test_planes_have_the_bits_of_quantizing_the_fp32_master(q, shape, dtype) -> None:
-    p = held(q, shape, dtype)
-    twin, theirs = p.detach().clone(), nn.Parameter(p.detach().dequantize(torch.float32).clone())
+    p = random_parameter(q, shape, dtype)
+    twin, reference = p.detach().clone(), nn.Parameter(p.detach().dequantize(torch.float32).clone())
     objects, addresses = id(p), {name: part.data_ptr() for name, part in parts(p).items()}
-    optimizer, oracle = AdamW([p], **RATES), torch.optim.AdamW([theirs], **RATES)
+    optimizer, oracle = AdamW([p], **RATES), torch.optim.AdamW([reference], **RATES)
     for _ in range(3):
         p.grad = torch.randn(shape).to(dtype)
-        theirs.grad = p.grad.float()
+        reference.grad = p.grad.float()
         version = p._version
         optimizer.step(), oracle.step()
         master = optimizer.state[p]["master"]
-        torch.testing.assert_close(master, theirs.detach(), rtol=2e-6, atol=1e-7)
+        torch.testing.assert_close(master, reference.detach(), rtol=2e-6, atol=1e-7)
         q.quantize(master, out=twin)
         for name, part in parts(twin).items():
             assert same_bits(parts(p)[name], part), name
@@ -55,7 +55,7 @@ def test_only_what_is_held_is_written(usage) -> None:
 
 
 def test_the_master_starts_from_the_preserved_value() -> None:
-    p = held(QUANTIZERS["nvfp4"], preserve=True)
+    p = random_parameter(QUANTIZERS["nvfp4"], preserve=True)
     preserved = p.get_high_precision_init_val().float()
     p.grad = torch.zeros(p.shape, dtype=p.dtype)
     optimizer = AdamW([p], lr=0.0)
@@ -66,7 +66,7 @@ def test_the_master_starts_from_the_preserved_value() -> None:
 
 def test_the_master_starts_from_the_values_where_something_was_written_since() -> None:
     """A checkpoint that was loaded, say."""
-    p = held(QUANTIZERS["mxfp8"], preserve=True)
+    p = random_parameter(QUANTIZERS["mxfp8"], preserve=True)
     with torch.no_grad():
         p.copy_(torch.randn(p.shape))
     values = p.dequantize(torch.float32)
@@ -130,7 +130,7 @@ class Recording(Slot):
 
 def test_a_write_records_one_amax_and_uses_the_scale_of_its_slot() -> None:
     q, slot = QUANTIZERS["delayed"], Recording()
-    p = held(q)
+    p = random_parameter(q)
     p.context = QuantizeContext(slots=(slot, None))
     p.grad = torch.randn(p.shape, dtype=p.dtype)
     optimizer = AdamW([p], **RATES)
@@ -221,15 +221,15 @@ def test_small_updates_add_up_in_the_master() -> None:
 
 def test_the_second_moment_falls_with_the_gradients_whatever_the_dtype_of_moments() -> None:
     """Stored in bf16, 0.999 of it would round back to it."""
-    ours, theirs = nn.Parameter(torch.zeros(8).bfloat16()), nn.Parameter(torch.zeros(8))
-    optimizer = AdamW([ours], master_weights=True, moment_dtype=torch.bfloat16)
-    oracle = torch.optim.AdamW([theirs])
+    parameter, reference = nn.Parameter(torch.zeros(8).bfloat16()), nn.Parameter(torch.zeros(8))
+    optimizer = AdamW([parameter], master_weights=True, moment_dtype=torch.bfloat16)
+    oracle = torch.optim.AdamW([reference])
     for step in range(200):
-        theirs.grad = torch.full((8,), 1.0 if step < 50 else 0.125)
-        ours.grad = theirs.grad.bfloat16()
+        reference.grad = torch.full((8,), 1.0 if step < 50 else 0.125)
+        parameter.grad = reference.grad.bfloat16()
         optimizer.step(), oracle.step()
     torch.testing.assert_close(
-        optimizer.state[ours]["exp_avg_sq"], oracle.state[theirs]["exp_avg_sq"], rtol=1e-5, atol=0
+        optimizer.state[parameter]["exp_avg_sq"], oracle.state[reference]["exp_avg_sq"], rtol=1e-5, atol=0
     )
 
 
@@ -238,31 +238,31 @@ def test_the_second_moment_falls_with_the_gradients_whatever_the_dtype_of_moment
 def test_state_is_stored_in_its_dtype_and_computed_in_fp32(masters, moments) -> None:
     """The oracle is torch's AdamW in fp32, started anew from what is stored. Roundings differ by one place."""
     options = {**RATES, "master_dtype": masters, "moment_dtype": moments}
-    p = held(QUANTIZERS["mxfp8"])
-    theirs = nn.Parameter(torch.zeros(p.shape))
-    optimizer, oracle = AdamW([p], **options), torch.optim.AdamW([theirs], **RATES)
+    p = random_parameter(QUANTIZERS["mxfp8"])
+    reference = nn.Parameter(torch.zeros(p.shape))
+    optimizer, oracle = AdamW([p], **options), torch.optim.AdamW([reference], **RATES)
     for step in range(3):
         state = optimizer.state[p]
         with torch.no_grad():
-            theirs.copy_(state.get("master", p.dequantize(torch.float32)))
+            reference.copy_(state.get("master", p.dequantize(torch.float32)))
             for name in ("exp_avg", "exp_avg_sq") if step else ():
-                oracle.state[theirs][name].copy_(state[name])
+                oracle.state[reference][name].copy_(state[name])
         p.grad = torch.randn(p.shape).bfloat16()
-        theirs.grad = p.grad.float()
+        reference.grad = p.grad.float()
         optimizer.step(), oracle.step()
         for name in ("exp_avg", "exp_avg_sq"):
             dtype = moments if name == "exp_avg" else torch.float32
             assert state[name].dtype == dtype
-            want = oracle.state[theirs][name].to(dtype)
+            want = oracle.state[reference][name].to(dtype)
             torch.testing.assert_close(state[name], want, rtol=2**-7 if dtype != torch.float32 else 2e-6, atol=1e-7)
         if masters is None:
             assert "master" not in state
-            same = p.dequantize(torch.float32) == p.quantizer.quantize(theirs.detach()).dequantize(torch.float32)
+            same = p.dequantize(torch.float32) == p.quantizer.quantize(reference.detach()).dequantize(torch.float32)
             assert same.float().mean() > 0.99
         else:
             assert state["master"].dtype == masters
             rtol = 2**-7 if masters != torch.float32 else 2e-6
-            torch.testing.assert_close(state["master"], theirs.detach().to(masters), rtol=rtol, atol=1e-7)
+            torch.testing.assert_close(state["master"], reference.detach().to(masters), rtol=rtol, atol=1e-7)
     again = AdamW([p], **options)
     again.load_state_dict(optimizer.state_dict())
     assert {name: value.dtype for name, value in again.state[p].items()} == {k: v.dtype for k, v in state.items()}
@@ -271,7 +271,7 @@ def test_state_is_stored_in_its_dtype_and_computed_in_fp32(masters, moments) -> 
 @pytest.mark.parametrize("name", ["current", "row", "128x128", "mxfp8", "nvfp4_16x16"])
 def test_an_optimizer_of_whole_matrices_works_on_dequantized_weights(name) -> None:
     """Muon orthogonalizes. Its update of a weight of zeros is exact in bf16, and is the oracle here."""
-    p = held(QUANTIZERS[name], (64, 64))
+    p = random_parameter(QUANTIZERS[name], (64, 64))
     twin = nn.Parameter(torch.zeros(64, 64).bfloat16())
     options = {"lr": 2**-4, "weight_decay": 0.0}
     muon, oracle = torch.optim.Muon([p], **options), torch.optim.Muon([twin], **options)
@@ -294,7 +294,7 @@ def test_a_compiled_step_that_writes_masters_has_the_bits_of_eager() -> None:
     values = []
     for compiles in (False, True):
         torch.manual_seed(5)
-        parameters = [held(QUANTIZERS["mxfp8"]), nn.Parameter(torch.randn(16, 32).bfloat16())]
+        parameters = [random_parameter(QUANTIZERS["mxfp8"]), nn.Parameter(torch.randn(16, 32).bfloat16())]
         optimizer = AdamW(parameters, **RATES, master_weights=True)
         step = torch.compile(optimizer.step, backend=counter) if compiles else optimizer.step
         for _ in range(3):

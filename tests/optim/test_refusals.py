@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from optim_cases import RATES, all_same, everything, held, pair
+from optim_cases import RATES, all_same, everything, pair, random_parameter
 from torch import nn
 
 from duotone.errors import MissingPlaneError, UserError
@@ -54,13 +54,13 @@ def sparse() -> nn.Parameter:
 
 
 def shell() -> nn.Parameter:
-    p = held(pair("mxfp8_e4m3"))
+    p = random_parameter(pair("mxfp8_e4m3"))
     p.update_usage(rowwise=False, columnwise=False)
     return p
 
 
 def piece() -> nn.Parameter:
-    return nn.Parameter(held(pair("fp8_e4m3_tensor"), (64, 64)).detach()[:32])
+    return nn.Parameter(random_parameter(pair("fp8_e4m3_tensor"), (64, 64)).detach()[:32])
 
 
 def stochastic() -> nn.Parameter:
@@ -80,7 +80,7 @@ def stochastic() -> nn.Parameter:
 )
 def test_a_parameter_that_cannot_be_written_leaves_all_others_as_they_were(make, error, words) -> None:
     first = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
-    quantized, last = held(pair("mxfp8_e4m3")), make()
+    quantized, last = random_parameter(pair("mxfp8_e4m3")), make()
     optimizer = AdamW([{"params": [first, quantized]}, {"params": [last]}], **RATES, master_weights=True)
     for p in (first, quantized, last):
         p.grad = torch.ones(p.shape, dtype=p.dtype) if p.grad is None else p.grad
@@ -93,7 +93,7 @@ def test_a_parameter_that_cannot_be_written_leaves_all_others_as_they_were(make,
 
 @pytest.mark.parametrize("name", ["moment_dtype", "master_dtype"])
 def test_a_dtype_that_is_written_into_a_group_is_one_line_that_names_the_remedy(name) -> None:
-    p = held(pair("mxfp8_e4m3"))
+    p = random_parameter(pair("mxfp8_e4m3"))
     p.grad = torch.ones(p.shape, dtype=p.dtype)
     optimizer = AdamW([p], **RATES)
     optimizer.param_groups[0][name] = torch.bfloat16
@@ -129,7 +129,7 @@ def test_a_step_inside_of_a_cuda_graph() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         {"moment_dtype": torch.float16},
         {"master_dtype": torch.int8},
@@ -140,10 +140,10 @@ def test_a_step_inside_of_a_cuda_graph() -> None:
         {"eps": None},
     ],
 )
-def test_a_hyperparameter_that_is_no_number_is_one_line_and_adds_nothing(given) -> None:
+def test_a_hyperparameter_that_is_no_number_is_one_line_and_adds_nothing(options) -> None:
     optimizer = AdamW([torch.nn.Parameter(torch.ones(2))])
     with pytest.raises(UserError, match=r"^AdamW takes"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], **given})
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], **options})
     assert len(optimizer.param_groups) == 1
     with pytest.raises(UserError, match=r"^AdamW takes"):
-        AdamW([torch.nn.Parameter(torch.ones(2))], **given)
+        AdamW([torch.nn.Parameter(torch.ones(2))], **options)

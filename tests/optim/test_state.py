@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from optim_cases import RATES, all_same, everything, held, pair
+from optim_cases import RATES, all_same, everything, pair, random_parameter
 from torch import Tensor, nn
 
 import duotone
@@ -18,8 +18,8 @@ from duotone.optim import AdamW
 def parameters() -> list[nn.Parameter]:
     torch.manual_seed(5)
     return [
-        held(pair("fp8_e4m3_tensor")),
-        held(pair("nvfp4", "mxfp8_e4m3"), dtype=torch.float32),
+        random_parameter(pair("fp8_e4m3_tensor")),
+        random_parameter(pair("nvfp4", "mxfp8_e4m3"), dtype=torch.float32),
         nn.Parameter(torch.randn(9, 5, dtype=torch.bfloat16)),
         nn.Parameter(torch.randn(7)),
     ]
@@ -68,12 +68,12 @@ def test_what_was_loaded_is_a_copy() -> None:
 
 
 def test_the_layout_is_that_of_torch_and_a_master() -> None:
-    mine, theirs = AdamW(parameters()[2:]), torch.optim.AdamW(parameters()[2:])
-    step(mine, 0), step(theirs, 0)
-    here, there = mine.state_dict(), theirs.state_dict()
-    assert here["state"].keys() == there["state"].keys()
-    assert all(here["state"][i].keys() == there["state"][i].keys() for i in here["state"])
-    assert {"lr", "betas", "eps", "weight_decay", "maximize", "params"} <= here["param_groups"][0].keys()
+    optimizer, reference = AdamW(parameters()[2:]), torch.optim.AdamW(parameters()[2:])
+    step(optimizer, 0), step(reference, 0)
+    state_dict, expected = optimizer.state_dict(), reference.state_dict()
+    assert state_dict["state"].keys() == expected["state"].keys()
+    assert all(state_dict["state"][i].keys() == expected["state"][i].keys() for i in state_dict["state"])
+    assert {"lr", "betas", "eps", "weight_decay", "maximize", "params"} <= state_dict["param_groups"][0].keys()
     step(with_masters := AdamW(parameters(), master_weights=True), 0)
     saved = with_masters.state_dict()["state"]
     assert [set(saved[i]) - {"step", "exp_avg", "exp_avg_sq"} for i in saved] == [{"master"}] * 3 + [set()]
@@ -81,25 +81,25 @@ def test_the_layout_is_that_of_torch_and_a_master() -> None:
 
 def test_a_checkpoint_of_torch_will_do() -> None:
     """Its moments are taken as they are; masters start from the parameters."""
-    theirs = torch.optim.AdamW([nn.Parameter(torch.randn(4, 6))], **RATES)
-    step(theirs, 0)
-    saved = theirs.state_dict()
-    p = nn.Parameter(theirs.param_groups[0]["params"][0].detach().bfloat16())
-    mine = AdamW([p], master_weights=True)
+    reference = torch.optim.AdamW([nn.Parameter(torch.randn(4, 6))], **RATES)
+    step(reference, 0)
+    saved = reference.state_dict()
+    p = nn.Parameter(reference.param_groups[0]["params"][0].detach().bfloat16())
+    optimizer = AdamW([p], master_weights=True)
     saved["param_groups"][0]["fused"] = True  # whose step would be on the device
-    mine.load_state_dict(saved)
-    mine.param_groups[0]["master_weights"] = True
-    assert torch.equal(mine.state[p]["exp_avg"], theirs.state_dict()["state"][0]["exp_avg"])
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["master_weights"] = True
+    assert torch.equal(optimizer.state[p]["exp_avg"], reference.state_dict()["state"][0]["exp_avg"])
     with torch.no_grad():
         start = p.detach().float()
-    step(mine, 1)
+    step(optimizer, 1)
     oracle = nn.Parameter(start)
     again = torch.optim.AdamW([oracle], **RATES)
-    again.load_state_dict(theirs.state_dict())
+    again.load_state_dict(reference.state_dict())
     again.param_groups[0]["fused"] = None
     oracle.grad = p.grad.float()
     again.step()
-    torch.testing.assert_close(mine.state[p]["master"], oracle.detach(), rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(optimizer.state[p]["master"], oracle.detach(), rtol=2e-6, atol=1e-7)
 
 
 def test_hooks_see_and_change_what_is_loaded() -> None:
@@ -107,9 +107,9 @@ def test_hooks_see_and_change_what_is_loaded() -> None:
     step(optimizer, 0)
     other = AdamW(parameters(), master_weights=True)
 
-    def doubled(_: torch.optim.Optimizer, given: dict) -> dict:
-        state = {i: {name: 2 * value for name, value in held.items()} for i, held in given["state"].items()}
-        return {**given, "state": state}
+    def doubled(_: torch.optim.Optimizer, state_dict: dict) -> dict:
+        state = {i: {name: 2 * value for name, value in slots.items()} for i, slots in state_dict["state"].items()}
+        return {**state_dict, "state": state}
 
     other.register_load_state_dict_pre_hook(doubled)
     other.load_state_dict(optimizer.state_dict())
@@ -144,7 +144,7 @@ def test_a_state_that_does_not_fit_changes_nothing(spoil) -> None:
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["deep", "pickle"]
+    "copied", [copy.deepcopy, lambda original: pickle.loads(pickle.dumps(original))], ids=["deep", "pickle"]
 )
 def test_copies_go_on_alike(copied) -> None:
     optimizer = AdamW(parameters(), master_weights=True)
@@ -183,7 +183,7 @@ def test_a_model_and_its_optimizer_resume() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda s: s.pop("step"), "a saved state without step"),
         (lambda s: s.pop("exp_avg"), "a saved state without exp_avg"),
@@ -201,14 +201,14 @@ def test_a_model_and_its_optimizer_resume() -> None:
         (lambda s: s.update(exp_avg_sq=s["exp_avg_sq"].int()), "a saved exp_avg_sq is torch.int32; it must be a floa"),
     ],
 )
-def test_a_state_that_is_none_changes_nothing(change, told) -> None:
+def test_a_state_that_is_none_changes_nothing(change, message) -> None:
     """A kernel would read and write past a moment that is too small."""
     optimizer = AdamW(parameters())
     step(optimizer, 0)
     before, bad = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
     change(bad["state"][2])
     bad["param_groups"][0]["lr"] = 5.0
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         optimizer.load_state_dict(bad)
     assert optimizer.param_groups[0]["lr"] == before["param_groups"][0]["lr"]
     for name, value in before["state"][2].items():
@@ -235,7 +235,11 @@ def test_a_checkpoint_outlives_a_copy_and_a_conversion(move) -> None:
 
 
 def both_kinds() -> list[nn.Parameter]:
-    return [held(pair("mxfp8_e4m3")), held(pair("fp8_e4m3_delayed")), nn.Parameter(torch.randn(9, 5).bfloat16())]
+    return [
+        random_parameter(pair("mxfp8_e4m3")),
+        random_parameter(pair("fp8_e4m3_delayed")),
+        nn.Parameter(torch.randn(9, 5).bfloat16()),
+    ]
 
 
 WRITES = {
