@@ -250,9 +250,9 @@ def test_recompute_changes_no_bit_and_rolls_once(rolls, kind, inside) -> None:
     expected, _, plain = run_checkpointed("none", inside)
     count = len(rolls)
     rolls.clear()
-    got, _, m = run_checkpointed(kind, inside)
+    result, _, m = run_checkpointed(kind, inside)
     assert len(rolls) == count == 4 * 4
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
     assert same(values(m), values(plain))
     assert all(s.scale[0] != 1 for s in states(m).values())
 
@@ -280,8 +280,8 @@ def test_nested_recompute_changes_no_bit_and_rolls_once(rolls, kinds) -> None:
     expected = run(False)
     count = len(rolls)
     rolls.clear()
-    got = run(True)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    result = run(True)
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
     assert len(rolls) == count
 
 
@@ -548,10 +548,10 @@ def test_a_checkpoint_of_another_history_length_keeps_the_newest_entries(length)
     source = trained(steps=5)
     target = model(DelayedScaling(amax_history_len=length))
     target.load_state_dict(source.state_dict())
-    ours, theirs = target[0].duotone_forward, source[0].duotone_forward
+    loaded, reference = target[0].duotone_forward, source[0].duotone_forward
     saved = min(length, 4) - 1
-    assert ours.amax_history.shape[0] == length and torch.equal(ours.scale, theirs.scale)
-    assert saved == 0 or torch.equal(ours.amax_history[-saved:], theirs.amax_history[-saved:])
+    assert loaded.amax_history.shape[0] == length and torch.equal(loaded.scale, reference.scale)
+    assert saved == 0 or torch.equal(loaded.amax_history[-saved:], reference.amax_history[-saved:])
 
 
 def test_a_checkpoint_of_other_slots_is_refused() -> None:
@@ -655,8 +655,8 @@ def test_delayed_scaling_in_a_single_direction(kind, direction) -> None:
     chosen = DIRECTIONS[direction]
 
     def factory(role):
-        mine = role is not None and role.tensor_type == kind
-        return chosen if mine else Quantizer(CURRENT, CURRENT)
+        is_delayed = role is not None and role.tensor_type == kind
+        return chosen if is_delayed else Quantizer(CURRENT, CURRENT)
 
     m = model(CustomRecipe(qfactory=factory, emulate_mixed=True))
     for _ in range(3):
@@ -665,10 +665,10 @@ def test_delayed_scaling_in_a_single_direction(kind, direction) -> None:
     scales = torch.cat([m[0].duotone_forward.scale, m[0].duotone_backward.scale])
     moved = {i for i, s in enumerate(scales.tolist()) if s != 1}
     offset = base + (4 if kind == "grad_output" else 0)
-    wanted = {"row": {offset}, "col": {offset + 1}, "both": {offset, offset + 1}}[direction]
-    assert moved == wanted
+    expected = {"row": {offset}, "col": {offset + 1}, "both": {offset, offset + 1}}[direction]
+    assert moved == expected
     if direction == "both":
-        row, col = (scales[i] for i in sorted(wanted))
+        row, col = (scales[i] for i in sorted(expected))
         assert torch.allclose(col / row, torch.tensor(57344 / 448))
 
 
@@ -721,8 +721,8 @@ def test_what_a_failed_region_recorded_does_not_reach_later_scales() -> None:
     for m in (module, twin):
         with duotone.autocast(recipe=recipe):
             m(x).sum().backward()
-    for got, want in zip(module.buffers(), twin.buffers(), strict=True):
-        assert torch.equal(got, want)
+    for result, want in zip(module.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(result, want)
 
 
 def test_a_scale_on_another_device_than_its_tensor_is_one_clear_error() -> None:
@@ -750,10 +750,10 @@ def test_the_first_step_is_that_of_current_scaling(how) -> None:
     m = model(BF16)
     twin, high = copy.deepcopy(m), copy.deepcopy(m)
     body = m if how == "plain" else Checkpointed(m, how == "reentrant")
-    got = one_step(body, RECIPE, 2.0**-20)
-    for a, b in zip(got, one_step(twin, recipes.Float8CurrentScaling(), 2.0**-20), strict=True):
+    result = one_step(body, RECIPE, 2.0**-20)
+    for a, b in zip(result, one_step(twin, recipes.Float8CurrentScaling(), 2.0**-20), strict=True):
         assert torch.equal(a, b)
-    for a, b in zip(got, one_step(high, BF16, 2.0**-20), strict=True):
+    for a, b in zip(result, one_step(high, BF16, 2.0**-20), strict=True):
         assert (a - b).norm() < 0.1 * b.norm()
 
 

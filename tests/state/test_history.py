@@ -121,13 +121,13 @@ ALGORITHMS = {"max": "max", "most_recent": "most_recent", "callable": (second_la
 def test_scales_histories_and_codes_follow_the_reference(element, algorithm, length, margin) -> None:
     """core 70: 24 steps of zeros, infinities, NaN and tiny values; slot 1 is skipped at times, slot 2 never used."""
     chosen = ALGORITHMS[algorithm]
-    ours, theirs = chosen if isinstance(chosen, tuple) else (chosen, chosen)
-    parameters = History(margin, length, ours, **AS_TE)
+    compute_algo, of_reference = chosen if isinstance(chosen, tuple) else (chosen, chosen)
+    parameters = History(margin, length, compute_algo, **AS_TE)
     state = DelayedState(3, parameters)
     fmt = get(f"fp8_{element}_delayed")
     state.largest = [fmt.largest, fmt.largest, 0.0]
     quantizer = Quantizer(fmt, fmt, history=parameters)
-    references = [Slot(element, length, margin, theirs) for _ in range(2)]
+    references = [Slot(element, length, margin, of_reference) for _ in range(2)]
     addresses = state.scale.data_ptr(), state.amax_history.data_ptr()
     for step, x in enumerate(steps(length)):
         for slot, reference in enumerate(references):

@@ -24,13 +24,13 @@ def test_positions_stand_for_roles_that_are_absent(name, count, mode, explicit) 
     """hybrid 82: also layouts of two slots, a None in the list, and a tensor type of a module that nobody knows."""
     recipe = recipes.load(name)
     roles = [explicit[i % len(explicit)] for i in range(count)]
-    wanted = [
+    expected = [
         h.value for h in RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles).make_quantizers()
     ]
-    assert wanted == [recipe(role) for role in roles]
+    assert expected == [recipe(role) for role in roles]
     for inputs in (None, [None] * count, [QuantizerRole("conv", "what")] * count):
         state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=inputs)
-        assert [h.value for h in state.make_quantizers()] == wanted
+        assert [h.value for h in state.make_quantizers()] == expected
 
 
 def test_attention_types_fall_back_by_position() -> None:
@@ -156,11 +156,11 @@ def test_two_directions_of_one_slot_have_two_scales() -> None:
     first(x), second(x * 2)
     state.roll()
     amax = x.abs().max()
-    wanted = torch.tensor([448.0, 57344.0, 57344.0]) / torch.stack([amax, amax * 2, amax])
-    assert torch.equal(state.scale, wanted)
+    scales = torch.tensor([448.0, 57344.0, 57344.0]) / torch.stack([amax, amax * 2, amax])
+    assert torch.equal(state.scale, scales)
     q = first(x)
-    assert torch.equal(q.planes.rowwise.parts["scale"], 1 / wanted[:1])
-    assert torch.equal(q.planes.columnwise.parts["scale"], 1 / wanted[2:])
+    assert torch.equal(q.planes.rowwise.parts["scale"], 1 / scales[:1])
+    assert torch.equal(q.planes.columnwise.parts["scale"], 1 / scales[2:])
 
 
 @pytest.mark.parametrize(

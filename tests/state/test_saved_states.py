@@ -37,18 +37,18 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("saved", [False, True], ids=["plain", "with states"])
 def test_a_model_on_meta_takes_an_assigned_checkpoint_and_begins_anew_without_states(saved: bool) -> None:
     plain = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    wanted = duotone.convert(copy.deepcopy(plain), RECIPE, ())
+    reference = duotone.convert(copy.deepcopy(plain), RECIPE, ())
     if saved:
-        train(wanted)
+        train(reference)
     with torch.device("meta"):
         m = model()
-    m.load_state_dict(copy.deepcopy((wanted if saved else plain).state_dict()), strict=False, assign=True)
+    m.load_state_dict(copy.deepcopy((reference if saved else plain).state_dict()), strict=False, assign=True)
     x = torch.randn(8, 16)
-    for each in (m, wanted):
+    for each in (m, reference):
         each.zero_grad()
         each(x).sum().backward()
-    assert torch.equal(m[0].weight.grad, wanted[0].weight.grad)
-    assert same(dict(m.named_buffers()), dict(wanted.named_buffers()))
+    assert torch.equal(m[0].weight.grad, reference[0].weight.grad)
+    assert same(dict(m.named_buffers()), dict(reference.named_buffers()))
 
 
 # recipe_state

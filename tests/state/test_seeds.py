@@ -39,11 +39,11 @@ def test_seeds_follow_torchs_seed_and_the_name_and_draw_nothing() -> None:
 
 
 def test_a_model_on_meta_starts_its_seeds_when_a_checkpoint_is_assigned() -> None:
-    wanted = duotone.convert(build(), "nvfp4")
+    reference = duotone.convert(build(), "nvfp4")
     with torch.device("meta"):
         m = duotone.convert(build(), "nvfp4")
-    m.load_state_dict(wanted.state_dict(), assign=True)
-    assert all(torch.equal(seed, duotone.rng_state(m)[name]) for name, seed in duotone.rng_state(wanted).items())
+    m.load_state_dict(reference.state_dict(), assign=True)
+    assert all(torch.equal(seed, duotone.rng_state(m)[name]) for name, seed in duotone.rng_state(reference).items())
 
 
 def test_loading_seeds_of_another_model_changes_nothing() -> None:

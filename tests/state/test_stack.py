@@ -85,13 +85,13 @@ def test_regions_of_two_threads_that_interleave_do_not_meet() -> None:
 def test_model_init_in_two_threads_does_not_meet() -> None:
     def build() -> tuple:
         with Steps() as other:
-            mine, theirs = duotone.quantized_model_init(recipe=MX), duotone.quantized_model_init(recipe=NV)
-            other(construction), mine.__enter__()
-            other(theirs.__enter__)
+            region, region_of_thread = duotone.quantized_model_init(recipe=MX), duotone.quantized_model_init(recipe=NV)
+            other(construction), region.__enter__()
+            other(region_of_thread.__enter__)
             result = construction().recipe, other(lambda: construction().recipe)
-            mine.__exit__(None, None, None)
+            region.__exit__(None, None, None)
             after = construction() is not None, other(lambda: construction() is not None)
-            other(theirs.__exit__, None, None, None)
+            other(region_of_thread.__exit__, None, None, None)
             return *result, *after, other(lambda: construction() is not None)
 
     assert build() == (MX, NV, False, True, False)
@@ -339,7 +339,7 @@ def test_regions_inside_of_compiled_code() -> None:
 
 def test_regions_of_two_threads_roll_their_own_states_at_their_own_ends() -> None:
     recipe = DelayedScaling(amax_history_len=4)
-    mine, theirs = (duotone.convert(nn.Sequential(nn.Linear(16, 16)), recipe, ()) for _ in range(2))
+    model, model_of_thread = (duotone.convert(nn.Sequential(nn.Linear(16, 16)), recipe, ()) for _ in range(2))
     x = torch.randn(8, 16)
 
     def newest(m: nn.Module) -> float:
@@ -348,11 +348,11 @@ def test_regions_of_two_threads_roll_their_own_states_at_their_own_ends() -> Non
     with Steps() as other:
         region = other(entered, recipe)
         with duotone.autocast(recipe=recipe):
-            mine(x), other(theirs, x)
-            assert newest(mine) == newest(theirs) == 0
-        assert newest(mine) == x.abs().max() and newest(theirs) == 0
+            model(x), other(model_of_thread, x)
+            assert newest(model) == newest(model_of_thread) == 0
+        assert newest(model) == x.abs().max() and newest(model_of_thread) == 0
         other(leave, region)
-        assert newest(theirs) == x.abs().max()
+        assert newest(model_of_thread) == x.abs().max()
 
 
 def test_a_thread_that_was_started_in_a_region_rolls_with_it() -> None:

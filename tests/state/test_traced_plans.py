@@ -83,16 +83,16 @@ def test_the_last_module_of_a_content_takes_its_plans_along() -> None:
     assert not names_of(config)
 
 
-def mine(*values: object) -> type[Quantizer]:
+def class_with_values(*values: object) -> type[Quantizer]:
     """A class whose quantizers hold the next of these values, which dataclass equality does not compare."""
     rest = iter(values)
 
-    class Mine(Quantizer):
+    class WithValue(Quantizer):
         def __post_init__(self) -> None:
             super().__post_init__()
             object.__setattr__(self, "more", next(rest))
 
-    return Mine
+    return WithValue
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_quantizers_of_a_class_of_the_user_are_equal_if_all_that_they_hold_is(
     values: tuple[object, object], are_equal: bool
 ) -> None:
     """Dataclass equality compares the fields of Quantizer, and such a class may hold more."""
-    one, other = map(mine(*values), [formats.get("mxfp8_e4m3")] * 2)
+    one, other = map(class_with_values(*values), [formats.get("mxfp8_e4m3")] * 2)
     assert one == other
     answers = [traced.shared({"input": quantizer}) for quantizer in (one, other)]
     assert (answers[0] is answers[1]) == are_equal
