@@ -45,37 +45,37 @@ def build(case: Case, capability: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def measure(made: Any) -> Use:
+def measure(compiled: Any) -> Use:
     """What the machine code takes, as the wheel's own cuobjdump reads it."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
+        file.write(compiled.asm["cubin"])
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     result = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
     assert len(result) == 1, text
     registers, stack, fixed, local = (int(n) for n in result[0])
-    return Use(registers, stack + local, fixed + made.metadata.shared)  # a launch asks for the latter
+    return Use(registers, stack + local, fixed + compiled.metadata.shared)  # a launch asks for the latter
 
 
 def complaint(name: str, capability: int, use: Use, recorded: dict[str, dict[str, list[int]]]) -> str:
     """Where `use` is beyond what is recorded, or ""."""
     budget = recorded.get(name, {}).get(str(capability))
     if budget is None:
-        return f"{name} on sm_{capability} has no budget; it takes {_told(use)}; {REMEDY}"
-    if all(taken <= allowed for taken, allowed in zip(use, budget, strict=True)):
+        return f"{name} on sm_{capability} has no budget; it takes {text_of(use)}; {REMEDY}"
+    if all(amount <= allowed for amount, allowed in zip(use, budget, strict=True)):
         return ""
-    return f"{name} on sm_{capability} takes {_told(use)}, more than its budget of {_told(Use(*budget))}; {REMEDY}"
+    return f"{name} on sm_{capability} takes {text_of(use)}, more than its budget of {text_of(Use(*budget))}; {REMEDY}"
 
 
-def _told(use: Use) -> str:
+def text_of(use: Use) -> str:
     return f"{use.registers} registers, {use.stack} bytes of stack, {use.shared} bytes of shared memory"
 
 
 def load() -> tuple[str, dict[str, dict[str, list[int]]]]:
     """The Triton that the budgets were recorded with, and the budgets: case -> capability -> `Use`."""
-    held = json.loads(FILE.read_text()) if FILE.exists() else {"triton": triton.__version__, "cases": {}}
-    return held["triton"], held["cases"]
+    recorded = json.loads(FILE.read_text()) if FILE.exists() else {"triton": triton.__version__, "cases": {}}
+    return recorded["triton"], recorded["cases"]
 
 
 def record() -> None:

@@ -45,11 +45,13 @@ def state(shape: tuple[int, int], dtype: torch.dtype, stored: torch.dtype = torc
     return State(grad, first, second, master)
 
 
-def copied(given: State) -> State:
-    return State(*(t.clone() for t in given))
+def copied(state: State) -> State:
+    return State(*(t.clone() for t in state))
 
 
-def held(fmt: str, usage: Usage, shape: tuple[int, int], dtype: torch.dtype) -> tuple[nn.Parameter, Recording]:
+def quantized_parameter(
+    fmt: str, usage: Usage, shape: tuple[int, int], dtype: torch.dtype
+) -> tuple[nn.Parameter, Recording]:
     """A quantized parameter whose planes are memory of their own, as on CUDA, and its slot."""
     quantizer, slot = Quantizer(formats.get(fmt), formats.get(fmt)), Recording()
     tensor = quantizer.make(torch.randn(shape, dtype=dtype), usage, QuantizeContext(slots=(slot, None)))
@@ -61,8 +63,8 @@ def held(fmt: str, usage: Usage, shape: tuple[int, int], dtype: torch.dtype) -> 
     return parameter, slot
 
 
-def states(where: str, got: State, want: State) -> Check:
-    yield from ((f"{where} {name}", a, b) for name, a, b in zip(State._fields[1:], got[1:], want[1:], strict=True))
+def states(where: str, result: State, want: State) -> Check:
+    yield from ((f"{where} {name}", a, b) for name, a, b in zip(State._fields[1:], result[1:], want[1:], strict=True))
 
 
 def masters() -> Check:
@@ -70,15 +72,15 @@ def masters() -> Check:
     for shape, dtype, maximize in itertools.product(SHAPES, DTYPES, (False, True)):
         rates = Rates.of(GROUP | {"maximize": maximize}, 3)
         stored = torch.bfloat16 if maximize else torch.float32
-        got, parameter = state(shape, dtype, stored), nn.Parameter(torch.zeros(shape, dtype=dtype), False)
-        want = copied(got)
-        captured = copied(got)
+        result, parameter = state(shape, dtype, stored), nn.Parameter(torch.zeros(shape, dtype=dtype), False)
+        want = copied(result)
+        captured = copied(result)
         steps._by_kernels(parameter, captured, torch.tensor(rates))
-        steps._by_kernels(parameter, got, rates)
+        steps._by_kernels(parameter, result, rates)
         update(want, rates)
         where = f"{dtype} {shape} {maximize}"
         yield from states(f"{where} captured", captured, want)
-        yield from states(where, got, want)
+        yield from states(where, result, want)
         yield f"{where} parameter", parameter.detach(), want.master.to(dtype)
 
 
@@ -88,21 +90,21 @@ def planes() -> Check:
     kinds = [*itertools.product(DELAYED, SHAPES, DTYPES[::2]), *itertools.product(OTHERS, SHAPES[:2], DTYPES[:1])]
     for (fmt, shape, dtype), usage in itertools.product(kinds, USAGES):
         torch.manual_seed(7)
-        parameter, slot = held(fmt, usage, shape, dtype)
+        parameter, slot = quantized_parameter(fmt, usage, shape, dtype)
         torch.manual_seed(7)
-        twin, other = held(fmt, usage, shape, dtype)
-        got = state(shape, torch.bfloat16)
-        want = copied(got)
+        twin, other = quantized_parameter(fmt, usage, shape, dtype)
+        result = state(shape, torch.bfloat16)
+        want = copied(result)
         version, addresses = parameter._version, [p.parts["codes"].data_ptr() for p in parameter.planes if p]
-        if not steps._by_kernels(parameter, got, rates if usage.rowwise else torch.tensor(rates)):
-            parameter.copy_(got.master)
+        if not steps._by_kernels(parameter, result, rates if usage.rowwise else torch.tensor(rates)):
+            parameter.copy_(result.master)
         update(want, rates)
         twin.copy_(want.master)
         where = f"{fmt} {usage} {dtype} {shape}"
-        yield from states(where, got, want)
-        for side, mine, theirs in zip(("row", "col"), parameter.planes, twin.planes, strict=True):
-            for part in mine.parts if mine is not None else ():
-                yield f"{where} {side} {part}", mine.parts[part], theirs.parts[part]
+        yield from states(where, result, want)
+        for side, actual, expected in zip(("row", "col"), parameter.planes, twin.planes, strict=True):
+            for part in actual.parts if actual is not None else ():
+                yield f"{where} {side} {part}", actual.parts[part], expected.parts[part]
         yield f"{where} amax", slot.live, other.live
         assert parameter._version > version
         assert addresses == [p.parts["codes"].data_ptr() for p in parameter.planes if p]

@@ -94,9 +94,9 @@ def checks(everything: bool) -> Check:
             operands, weights, logs, (width**-0.5, causal, True, torch.float32), *sight(seen, queries, keys), TILES
         )
         where = f"{name} {queries} {keys} {causal} {seen is not None}"
-        for what, ours, theirs in zip(("dq", "dk", "dv"), kernel, twin, strict=True):
-            theirs = theirs.flatten(1, 2).transpose(1, 2)
-            error = ((ours - theirs).norm() / theirs.norm()).item()
+        for what, result, expected in zip(("dq", "dk", "dv"), kernel, twin, strict=True):
+            expected = expected.flatten(1, 2).transpose(1, 2)
+            error = ((result - expected).norm() / expected.norm()).item()
             by_row = ds is not None and name != DELAYED and what != "dv"
             yield f"{what} {where}: {error:.1e}", error < (BOUND_BY_ROW if by_row else BOUND)
         yield f"amax of dS {where}", abs(peak.item() - slot.largest) <= 1e-4 * slot.largest

@@ -57,10 +57,10 @@ def casts(everything: bool) -> Check:
             planes = cast(matrix, shard=None if dim is None else Twice(dim))
             if dim == 0 and (amax := ask(lambda shard, of=(cast, matrix): of[0](of[1], shard=shard))) is not None:
                 planes = cast(matrix, shard=AnsweredShard("", 0, [2 * amax]))  # which agreed before
-            for side, got, want in zip(("row", "col"), planes, twins(row, col, matrix, propagate, dim), strict=True):
-                assert got is not None and list(got) == list(want)
+            for side, result, want in zip(("row", "col"), planes, twins(row, col, matrix, propagate, dim), strict=True):
+                assert result is not None and list(result) == list(want)
                 label = f"{pair} {side} {name} {dtype} {propagate=} {dim=}"
-                yield from ((f"{label} {part}", got[part], want[part]) for part in want)
+                yield from ((f"{label} {part}", result[part], want[part]) for part in want)
 
 
 def copies() -> Check:
@@ -77,14 +77,14 @@ def rewrites() -> Check:
         cast = _new_cast(row, col, x.dtype, True)
         before, want = cast(torch.randn(64, 143).bfloat16()), cast(x)
         old = [part.clone() for plane in before for part in plane.values()]
-        for noop, wanted in ((1, old), (0, [part for plane in want for part in plane.values()])):
+        for noop, after in ((1, old), (0, [part for plane in want for part in plane.values()])):
             codes = before[0]["codes"]
             typed = {**before[0], "codes": codes if row.code_dtype is None else codes.view(row.code_dtype)}
-            taken = cast.over(x, (typed, before[1]), torch.tensor([noop], dtype=torch.int32))
-            yield f"{pair} {noop=} is taken", bool(taken)
+            is_cast = cast.over(x, (typed, before[1]), torch.tensor([noop], dtype=torch.int32))
+            yield f"{pair} {noop=} is taken", bool(is_cast)
             parts = [part for plane in before for part in plane.values()]
-            for number, (got, part) in enumerate(zip(parts, wanted, strict=True)):
-                yield f"{pair} {noop=} part {number}", got, part
+            for number, (result, part) in enumerate(zip(parts, after, strict=True)):
+                yield f"{pair} {noop=} part {number}", result, part
         turned = {**before[0], "codes": before[0]["codes"].t().contiguous().t()}
         yield f"{pair} other strides", not cast.over(x, (turned, before[1]), torch.zeros(1, dtype=torch.int32))
 

@@ -37,10 +37,10 @@ def exact(x: Tensor, gamma: Tensor | None, beta: Tensor | None, centred: bool) -
     return [y, mean, rstd] if centred else [y, rstd]
 
 
-def close(got: Tensor, want: Tensor, step: float) -> bool:
+def close(result: Tensor, want: Tensor, step: float) -> bool:
     """Within a rounding of the dtype and 64 of fp32 of the largest magnitude of a row."""
     bound = (step + 64 * torch.finfo(torch.float32).eps) * (1 + want.abs().amax(-1, keepdim=True))
-    return bool(((got.double() - want).abs() <= bound).all())
+    return bool(((result.double() - want).abs() <= bound).all())
 
 
 def gradients(dy: Tensor, x: Tensor, norm: Norm, step: float, where: str) -> Check:
@@ -49,13 +49,13 @@ def gradients(dy: Tensor, x: Tensor, norm: Norm, step: float, where: str) -> Che
     y, *_ = exact(leaves[0], *([*leaves[1:], None, None][:2]), norm.centred)
     want = torch.autograd.grad(y, leaves, dy.double())
     for needs in itertools.product((True, False), repeat=3) if len(x) == 33 else [(True, True, True)]:
-        wanted = needs[0], needs[1] and norm.gamma is not None, needs[2] and norm.beta is not None
-        got = backward(dy, x, norm.gamma, norm.mean, norm.rstd, wanted)
-        yield f"{where} gradients {needs}", [one is not None for one in got] == list(wanted)
-        if got[0] is not None:
-            total, *_ = backward(dy, x, norm.gamma, norm.mean, norm.rstd, wanted, x)
-            yield f"{where} added to the gradient {needs}", torch.equal(total, got[0] + x)
-        for i, one in enumerate(got):
+        required = needs[0], needs[1] and norm.gamma is not None, needs[2] and norm.beta is not None
+        result = backward(dy, x, norm.gamma, norm.mean, norm.rstd, required)
+        yield f"{where} gradients {needs}", [one is not None for one in result] == list(required)
+        if result[0] is not None:
+            total, *_ = backward(dy, x, norm.gamma, norm.mean, norm.rstd, required, x)
+            yield f"{where} added to the gradient {needs}", torch.equal(total, result[0] + x)
+        for i, one in enumerate(result):
             if one is not None:
                 yield f"{where} gradient {i} {needs}", one.dtype is x.dtype and close(one, want[i], 2 * step)
 
@@ -68,8 +68,11 @@ def alone() -> Check:
             norm, other = (Norm(x, *affine, EPS, centred, shape[:1]) for _ in range(2))
             y = norm.make()
             want = exact(x.double(), *(None if p is None else p.double() for p in affine), centred)
-            for name, got, right in zip(("y", "mean", "rstd"), (y, *norm.saved), want, strict=False):
-                yield f"{where} {name}", got.shape == right.shape and close(got, right, step if name == "y" else 0.0)
+            for name, result, right in zip(("y", "mean", "rstd"), (y, *norm.saved), want, strict=False):
+                yield (
+                    f"{where} {name}",
+                    result.shape == right.shape and close(result, right, step if name == "y" else 0.0),
+                )
             amax = other.measure_amax()
             yield f"{where} amax", torch.equal(amax, y.float().abs().max().reshape(1))
             yield f"{where} measured", all(torch.equal(a, b) for a, b in zip(norm.saved, other.saved, strict=True))
@@ -89,7 +92,7 @@ def on_the_way() -> Check:
     for name, i in itertools.product(CASTS, range(4)):
         (sides, dtype), (rows, k) = next(turns), [(64, 128), (70, 144)][i % 2]
         fmt, x, (centred, affine) = formats.get(name), awkward_rows(k, dtype)[:rows], parameters(k, dtype)[i]
-        row, col = (_spec(fmt, dtype) if wanted else None for wanted in sides)
+        row, col = (_spec(fmt, dtype) if used else None for used in sides)
         cast = Cast(row, col, all(sides) and fmt.is_derivable)
         scale, norm, other = torch.full((1,), 17.5), *(Norm(x, *affine, EPS, centred, (rows,)) for _ in range(2))
         lives = [torch.zeros(1, dtype=torch.int32) if fmt.is_delayed else None for _ in range(2)]

@@ -90,12 +90,12 @@ def planes(everything: bool) -> Check:
                 assert row is None and fmt.is_derivable
                 continue
             result = cast(matrix, seed=torch.tensor([SEED]))
-            for side, got, want in zip(("row", "col"), result, twins(row, col, matrix), strict=True):
-                if got is None or want is None:
-                    assert got is want
+            for side, output, want in zip(("row", "col"), result, twins(row, col, matrix), strict=True):
+                if output is None or want is None:
+                    assert output is want
                     continue
-                assert list(got) == list(want)
-                yield from ((f"{name} {side} {part} {what} {matrix.dtype}", got[part], want[part]) for part in want)
+                assert list(output) == list(want)
+                yield from ((f"{name} {side} {part} {what} {matrix.dtype}", output[part], want[part]) for part in want)
 
 
 def shards() -> Check:
@@ -106,8 +106,8 @@ def shards() -> Check:
         result = casts._two_level_cast(fmt, fmt, fmt.is_derivable)(x, shard=Twice(dim), seed=torch.tensor([SEED]))
         row = fmt.encode(x, shard=Twice(dim), **seed)
         col = fmt.derive(row, 48) if fmt.is_derivable else fmt.encode(x.t(), plane="col", shard=Twice(1 - dim), **seed)
-        for side, got, want in zip(("row", "col"), result, (row, col), strict=True):
-            yield from ((f"shard {name} {side} {part} {dim=}", got[part], want[part]) for part in want)
+        for side, output, want in zip(("row", "col"), result, (row, col), strict=True):
+            yield from ((f"shard {name} {side} {part} {dim=}", output[part], want[part]) for part in want)
 
 
 def poisoned() -> Check:
@@ -120,13 +120,13 @@ def poisoned() -> Check:
     for at, name in enumerate(name for name in NAMES if name not in SAME_BUT_448):
         fmt, x[9, 7] = formats.get(name), torch.inf if at % 2 else 1.0
         result = casts._two_level_cast(fmt, fmt, fmt.is_derivable)(x, seed=torch.tensor([SEED]))
-        for side, got, matrix in zip(("row", "col"), result, (x, x.t()), strict=True):
+        for side, output, matrix in zip(("row", "col"), result, (x, x.t()), strict=True):
             want = fmt.encode(matrix, seed=SEED, plane=side, propagate=True)
             if side == "col" and fmt.is_derivable:
                 want = fmt.derive(fmt.encode(x, seed=SEED, propagate=True), x.shape[1])
-            finite = [torch.where(t.isfinite(), t, torch.nan) for t in (decoded(fmt, got), decoded(fmt, want))]
+            finite = [torch.where(t.isfinite(), t, torch.nan) for t in (decoded(fmt, output), decoded(fmt, want))]
             yield f"poisoned {name} {side}", *finite
-            yield f"poisoned {name} {side} amax", got["amax"], want["amax"]
+            yield f"poisoned {name} {side} amax", output["amax"], want["amax"]
 
 
 def decoded(fmt: Format, parts: dict[str, Tensor]) -> Tensor:
@@ -141,11 +141,11 @@ def values(everything: bool) -> Check:
             parts = fmt.encode(awkward()[:rows, :cols])
             arguments = parts["codes"], parts["scale"].t().contiguous().t()
             top = fmt.scale_limits(dtype)[0]
-            got = decode_nvfp4.decode(*arguments, parts["amax"], top, dtype)
-            yield f"values {name} {rows} {dtype}", got, fmt.decode(parts, dtype)
+            result = decode_nvfp4.decode(*arguments, parts["amax"], top, dtype)
+            yield f"values {name} {rows} {dtype}", result, fmt.decode(parts, dtype)
             if dtype is torch.bfloat16:
-                got = decode_nvfp4.decode(*arguments, None, top, dtype)
-                yield f"inner {name} {rows}", got, fmt.factors(parts).values
+                result = decode_nvfp4.decode(*arguments, None, top, dtype)
+                yield f"inner {name} {rows}", result, fmt.factors(parts).values
 
 
 def epilogues(everything: bool) -> Check:

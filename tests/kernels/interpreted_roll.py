@@ -32,19 +32,19 @@ def checks(everything: bool) -> Check:
     for length, algorithm, skip, spike in itertools.product(LENGTHS, ALGORITHMS, (0, 1), (0, 16.0)):
         margin = 3 if spike else 0
         parameters = History(margin, length, algorithm, skip_nonfinite_amax=bool(skip), spike_factor=spike)
-        here = histories(length)
-        slots = here.shape[1]
+        expected = histories(length)
+        slots = expected.shape[1]
         scale, events = torch.rand(slots) + 1, torch.zeros(2, slots, dtype=torch.int32)
-        there, moved, counted = here.clone(), scale.clone(), events.clone()
+        rolled, moved, counted = expected.clone(), scale.clone(), events.clone()
         largest = (LARGEST * slots)[:slots]
         limit = torch.tensor(largest) * 2.0**-margin
-        table = roll.addresses(there, moved, counted)
+        table = roll.addresses(rolled, moved, counted)
         for step in range(2):
             old = roll.roll(table, limit, length, algorithm != "max", bool(skip), spike)
-            before = history.roll(here, scale, largest, parameters, events)
+            before = history.roll(expected, scale, largest, parameters, events)
             where = f"{length} {algorithm} {skip} {spike} {margin} {step}"
             yield f"before {where}", old, before
-            yield f"history {where}", there, here
+            yield f"history {where}", rolled, expected
             yield f"scale {where}", moved, scale
             yield f"events {where}", counted, events
-            here[0], there[0] = 5.0, 5.0
+            expected[0], rolled[0] = 5.0, 5.0

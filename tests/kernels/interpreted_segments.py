@@ -52,19 +52,19 @@ def segments(splits: list[int], how: str) -> Segments:
     return outcome
 
 
-class Given(Slot):
+class RecordingSlot(Slot):
     """A scale, and the amax that the cast would record."""
 
     def __init__(self, scale: Tensor) -> None:
         self.scale, self.live = scale, torch.zeros(1)
 
     def scale_for(self, x: Tensor) -> Tensor:
-        known = x.float().abs().nan_to_num(0.0, torch.inf)
-        self.live = known.max().reshape(1) if x.numel() else self.live
+        magnitudes = x.float().abs().nan_to_num(0.0, torch.inf)
+        self.live = magnitudes.max().reshape(1) if x.numel() else self.live
         return self.scale
 
 
-def made(cast: SegmentCast, x: Tensor, splits: list[int], scales: Tensor, how: str) -> tuple[Coded, Tensor]:
+def coded_segments(cast: SegmentCast, x: Tensor, splits: list[int], scales: Tensor, how: str) -> tuple[Coded, Tensor]:
     """The codes of all segments: of one matrix, by counts on the device, or of matrices of their own."""
     live = torch.zeros(len(splits) * 2, dtype=torch.int32)
     arguments = (scales.repeat_interleave(2), live, 2)
@@ -84,10 +84,10 @@ def compared(pair: tuple[str, str], usage: Usage, dtype: torch.dtype, splits: li
     whole = how in ("device", "together")
     cast = SegmentCast(Cast(_spec(row, dtype), _spec(col, dtype), shared))
     scales = torch.rand(len(splits)) * 100
-    coded, live = made(cast, x, splits, scales, how)
+    coded, live = coded_segments(cast, x, splits, scales, how)
     start = at = 0
     for e, n in enumerate(splits):
-        slot = Given(scales[e : e + 1])
+        slot = RecordingSlot(scales[e : e + 1])
         alone = Quantizer(row, col).encode(x[start : start + n], usage, QuantizeContext(slots=(slot, slot)))
         p = columns(n, 128 if whole else 16)
         where = f"{pair} {usage} {dtype} {splits} {how} segment {e}"
@@ -227,14 +227,14 @@ def products(fast: bool, lines: bool, splits: list[int], first: torch.dtype) -> 
     added, sums = added.split(splits), grouped.sums(ints[0], result)
     start = at = 0
     for i, rows in enumerate(splits):
-        here, mine = slice(start, start + rows), slice(at, at + columns(rows, 128))
+        here, padded = slice(start, start + rows), slice(at, at + columns(rows, 128))
         scale = of_x[here, None] * of_w[i][None] if lines else of_x[i] * of_w[i]
         yield f"rows of {splits} {i}", y[here], (ints[0][here] @ ints[1][i].t()) * scale
         yield f"rows of {splits} {i} and a bias", added[i], y[here] + bias[i]
         yield f"sums of {splits} {i}", sums[i], ints[0][here].sum(0)
-        wide[:, mine] = 0.0
+        wide[:, padded] = 0.0
         wide[:, at : at + rows] = torch.randint(-2, 3, (k + n, rows)).to(wide.dtype)
-        start, at = start + rows, mine.stop
+        start, at = start + rows, padded.stop
     dw = kernel.of_columns(wide[:n].float().to(first), wide[n:], (of_w, of_k), result, torch.float32)
     at = 0
     for i, rows in enumerate(splits):

@@ -53,8 +53,8 @@ Check = Iterator[tuple[str, Tensor, Tensor] | tuple[str, bool]]
 def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
     """Bits of one float type -> bits of another, to nearest even."""
     inputs = torch.from_numpy(np.ascontiguousarray(data).view(BYTES[data.itemsize])).view(TORCH[source])
-    made = inputs.to(TORCH[target])
-    return made.view(getattr(torch, f"uint{8 * made.itemsize}")).numpy()
+    converted = inputs.to(TORCH[target])
+    return converted.view(getattr(torch, f"uint{8 * converted.itemsize}")).numpy()
 
 
 def saturating(data: Any, source: Any, target: Any, rounding: Any) -> Any:
@@ -173,11 +173,11 @@ class Twice:
         return 2 * amax
 
 
-def difference(got: Tensor, want: Tensor) -> str:
+def difference(result: Tensor, want: Tensor) -> str:
     """Empty where dtype, shape and bits are equal."""
-    if got.shape != want.shape or got.dtype != want.dtype:
-        return f"{tuple(got.shape)} {got.dtype} for {tuple(want.shape)} {want.dtype}"
-    differ = int((bits(got) != bits(want)).sum())
+    if result.shape != want.shape or result.dtype != want.dtype:
+        return f"{tuple(result.shape)} {result.dtype} for {tuple(want.shape)} {want.dtype}"
+    differ = int((bits(result) != bits(want)).sum())
     return f"{differ} differ" if differ else ""
 
 

@@ -83,8 +83,8 @@ def test_each_budget_is_that_of_one_case() -> None:
 
 def test_each_kernel_of_these_modules_has_a_case() -> None:
     modules = {sys.modules[case.function.fn.__module__] for case in CASES}
-    held = [result for module in modules for name, result in vars(module).items() if name.endswith("_kernel")]
-    kernels = {getattr(result, "function", result) for result in held}
+    results = [result for module in modules for name, result in vars(module).items() if name.endswith("_kernel")]
+    kernels = {getattr(result, "function", result) for result in results}
     assert kernels == {case.function for case in CASES}
 
 
@@ -92,9 +92,9 @@ def test_where_a_slot_of_a_history_starts_makes_no_variant_of_a_kernel() -> None
     """Slots lie 4 bytes apart: x and its weight, in slots 0 and 1, would compile each cast of delayed scales twice."""
     slots = "live", "scale", "row_from", "col_from"
     cases = [case for case in CASES if "live" in case.function.arg_names]
-    taken = {(case.function.__name__, name): case.types[name] for case in cases for name in slots if name in case.types}
-    assert {kernel for kernel, _ in taken} == {case.function.__name__ for case in cases}
-    assert [slot for slot, kind in taken.items() if kind.endswith(":16")] == []
+    types = {(case.function.__name__, name): case.types[name] for case in cases for name in slots if name in case.types}
+    assert {kernel for kernel, _ in types} == {case.function.__name__ for case in cases}
+    assert [slot for slot, kind in types.items() if kind.endswith(":16")] == []
 
 
 def test_budgets_are_recorded_with_the_triton_that_tests_install() -> None:

@@ -13,9 +13,9 @@ from duotone.formats import ROW, TENSOR, Block
 from duotone.kernels import cublas
 
 LINE, SQUARE = Block(1, 128), Block(128, 128)
-HEADERS = [found for path in sys.path for found in Path(path).glob("nvidia/*/include/cublasLt.h")]
+HEADERS = [path_of_header for path in sys.path for path_of_header in Path(path).glob("nvidia/*/include/cublasLt.h")]
 PRODUCT = "CUBLASLT_MATMUL_DESC_"
-WANTED = {
+CONSTANTS = {
     f"{PRODUCT}TRANSA": cublas.TRANSPOSE_A,
     f"{PRODUCT}A_SCALE_POINTER": cublas.SCALE_A,
     f"{PRODUCT}B_SCALE_POINTER": cublas.SCALE_B,
@@ -38,7 +38,7 @@ OUT = (64, 32, 32, torch.float32, 256)
 @pytest.mark.skipif(not HEADERS, reason="this torch brings no header of cuBLASLt")
 def test_numbers_are_those_of_the_header() -> None:
     text = HEADERS[0].read_text()
-    assert {name: int(re.search(rf"\b{name} = (\d+)", text)[1]) for name in WANTED} == WANTED  # type: ignore[index]
+    assert {name: int(re.search(rf"\b{name} = (\d+)", text)[1]) for name in CONSTANTS} == CONSTANTS  # type: ignore[index]
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pytest.skip("this torch has not loaded a cuBLASLt of its own")
     names, plain = [], cublas._call
 
-    def call(name: str, *given: object, allowed: int = 0) -> int:
+    def call(name: str, *arguments: object, allowed: int = 0) -> int:
         names.append(name)
-        return 0 if name == "MatmulAlgoGetHeuristic" else plain(name, *given, allowed=allowed)
+        return 0 if name == "MatmulAlgoGetHeuristic" else plain(name, *arguments, allowed=allowed)
 
     monkeypatch.setattr(cublas, "_call", call)
     monkeypatch.setattr(cublas, "_handle", lambda device: ctypes.c_void_p())

@@ -16,5 +16,5 @@ model(x).sum().backward()
 assert type(model) is not torch.nn.Linear and x.grad.any()
 assert not loaded(), loaded()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr

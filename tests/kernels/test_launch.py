@@ -21,12 +21,12 @@ CAST_CALLS = 8
 
 
 @pytest.fixture
-def made(monkeypatch):
+def bound_kernel(monkeypatch):
     """A kernel of (x, live, N) with one constant, what it was compiled for, and what was enqueued."""
     compiled, enqueued, number = [], [], next(NOWHERE)
 
-    def compile_for(self, given):
-        compiled.append(given)
+    def compile_for(self, signature):
+        compiled.append(signature)
         return lambda programs, y, z, stream, *arguments: enqueued.append((programs, arguments)), ()
 
     monkeypatch.setattr(launch, "DIRECT", True)
@@ -39,8 +39,8 @@ def made(monkeypatch):
     return launch.Kernel(SimpleNamespace()).bind({"T": 8}), compiled, enqueued
 
 
-def test_what_triton_specializes_on_compiles_anew(made) -> None:
-    call, compiled, _ = made
+def test_what_triton_specializes_on_compiles_anew(bound_kernel) -> None:
+    call, compiled, _ = bound_kernel
     x, live = torch.zeros(64), torch.zeros(4, dtype=torch.int32)
     calls = [
         ((x, live), (32,)),
@@ -55,14 +55,14 @@ def test_what_triton_specializes_on_compiles_anew(made) -> None:
     assert len(compiled) == len(calls)
 
 
-def test_a_tensor_that_is_none_stays_none(made) -> None:
-    call, _, enqueued = made
+def test_a_tensor_that_is_none_stays_none(bound_kernel) -> None:
+    call, _, enqueued = bound_kernel
     x = torch.zeros(64)
     call(1, (x, None), (32,))
     assert enqueued == [(1, (x.data_ptr(), None, 32, None))]
 
 
-def test_a_cast_of_both_planes_keeps_to_its_calls(made) -> None:
+def test_a_cast_of_both_planes_keeps_to_its_calls(bound_kernel) -> None:
     """The host's time of a cast is mostly the Python functions that it runs, here with an amax before it."""
     fmt = formats.get("fp8_e4m3_tensor")
     cast, x, names = cast_of(fmt, fmt, torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16), []
@@ -79,9 +79,9 @@ FORMATS = ("fp8_e4m3_tensor", "fp8_e4m3_delayed", "fp8_e4m3_row", "fp8_e4m3_1x12
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_cast_repeats_its_launches_on_other_addresses(name: str, made) -> None:
+def test_a_cast_repeats_its_launches_on_other_addresses(name: str, bound_kernel) -> None:
     """Of equal shapes only the first cast prepares its launches; later ones may differ in addresses alone."""
-    _, _, enqueued = made
+    _, _, enqueued = bound_kernel
     fmt = formats.get(name)
     cast, scale, live = cast_of(fmt, fmt, torch.bfloat16), torch.ones(1), torch.zeros(1, dtype=torch.int32)
     assert cast is not None
