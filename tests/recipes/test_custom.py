@@ -28,9 +28,9 @@ def test_a_factory_is_called_once_per_slot_of_a_plan_and_never_per_step() -> Non
     m = nn.ModuleDict({"proj": nn.Linear(32, 32)})
     duotone.convert(m, CustomRecipe(qfactory=factory))
     m["proj"](torch.randn(4, 32)).sum().backward()
-    known = [f"module_type=linear|tensor_type={t}|name=proj" for t in ("input", "weight", "grad_output")]
+    roles = [f"module_type=linear|tensor_type={t}|name=proj" for t in ("input", "weight", "grad_output")]
     plans = len(calls) // 5
-    assert plans >= 1 and calls == [known[0], known[1], None, known[2], None] * plans
+    assert plans >= 1 and calls == [roles[0], roles[1], None, roles[2], None] * plans
     calls.clear()
     for _ in range(3):
         m["proj"](torch.randn(4, 32)).sum().backward()
@@ -60,7 +60,7 @@ def test_a_columnwise_plane_of_a_gradient_encodes_the_original(tensor_type: str,
         duotone.Linear(32, 32, recipe=recipe)(torch.randn(32, 32))
 
 
-class Own:
+class Encoder:
     """No subclass of Quantizer, and no more than a quantizer needs."""
 
     rowwise = columnwise = formats.get("mxfp8_e4m3")
@@ -82,7 +82,7 @@ def test_a_subclass_of_quantizer_is_taken_as_it_is() -> None:
 
 
 def test_an_object_with_two_formats_and_encode_trains_like_a_quantizer() -> None:
-    own = Own()
+    quantizer = Encoder()
 
     def train(factory):
         torch.manual_seed(3)
@@ -92,15 +92,15 @@ def test_an_object_with_two_formats_and_encode_trains_like_a_quantizer() -> None
         y.sum().backward()
         return y, x.grad, m.weight.grad
 
-    got, expected = train(lambda role: own), train(lambda role: MXFP8Quantizer())
-    assert all(mine.equal(theirs) for mine, theirs in zip(got, expected, strict=True))
-    assert sorted(own.encoded) == [(32, 32), (32, 64), (32, 64)]
-    recipe = CustomRecipe(qfactory=lambda role: own)
-    assert recipe(WEIGHT) == recipe(WEIGHT) and recipe(WEIGHT).inner is own
+    losses, expected = train(lambda role: quantizer), train(lambda role: MXFP8Quantizer())
+    assert all(a.equal(b) for a, b in zip(losses, expected, strict=True))
+    assert sorted(quantizer.encoded) == [(32, 32), (32, 64), (32, 64)]
+    recipe = CustomRecipe(qfactory=lambda role: quantizer)
+    assert recipe(WEIGHT) == recipe(WEIGHT) and recipe(WEIGHT).inner is quantizer
 
 
 def test_an_object_whose_formats_are_none_is_refused_with_its_slot() -> None:
-    class Wrong(Own):
+    class Wrong(Encoder):
         rowwise = "mxfp8_e4m3"
 
     with pytest.raises(RecipeError, match=r"qfactory returned Wrong for module_type=linear.*a quantizer takes formats"):
@@ -181,8 +181,10 @@ def test_a_quantize_that_no_module_calls_is_an_error() -> None:
             return super().quantize(tensor * 0, **options)
 
     mx = formats.get("mxfp8_e4m3")
-    for made in (Value(mx, mx), Handle()):
-        with pytest.raises(RecipeError, match=f"returned {type(made).__name__} for .* overrides quantize") as error:
-            CustomRecipe(qfactory=lambda role, made=made: made)(WEIGHT)
+    for quantizer in (Value(mx, mx), Handle()):
+        with pytest.raises(
+            RecipeError, match=f"returned {type(quantizer).__name__} for .* overrides quantize"
+        ) as error:
+            CustomRecipe(qfactory=lambda role, quantizer=quantizer: quantizer)(WEIGHT)
         assert "\n" not in str(error.value)
     assert CustomRecipe(qfactory=lambda role: Whole(mx, mx))(WEIGHT) == Whole(mx, mx)

@@ -120,11 +120,13 @@ def test_requests_that_disagree_are_refused_with_the_field_and_both_slots(other,
 def test_requests_that_agree_pass_beside_slots_without_a_scale_of_their_own():
     """hybrid 84: requests mix with stateless quantizers."""
 
-    class Own:
+    class PlainQuantizer:
         rowwise = columnwise = get("mxfp8_e4m3")
 
     request = DelayedScalingRequest()
-    check_requests({"input": request.quantizer(INPUT), "weight": Own(), "grad_output": request.quantizer(GRAD)})
+    check_requests(
+        {"input": request.quantizer(INPUT), "weight": PlainQuantizer(), "grad_output": request.quantizer(GRAD)}
+    )
     check_requests({"input": Quantizer(), "weight": None})
     check_requests({})
 

@@ -41,8 +41,8 @@ def test_recipes_are_values_and_survive_json_and_pickle(name: str) -> None:
 )
 def test_built_in_recipes_give_each_role_its_formats(name: str, expected: list[str]) -> None:
     quantizers = [recipes.load(name)(role) for role in ROLES]
-    got = ["/".join(dict.fromkeys((q.rowwise.name, q.columnwise.name))) for q in quantizers]
-    assert got == expected
+    result = ["/".join(dict.fromkeys((q.rowwise.name, q.columnwise.name))) for q in quantizers]
+    assert result == expected
 
 
 def test_a_file_of_rules_decides_by_first_match(tmp_path: Path) -> None:
@@ -330,10 +330,10 @@ def test_a_recipe_whose_fields_changed_has_another_name_than_the_built_in() -> N
     assert named == set(recipes.names())
 
 
-@pytest.mark.parametrize("given", [None, 3, ["mxfp8"]])
-def test_what_is_neither_a_name_nor_a_path_is_not_loaded(given) -> None:
+@pytest.mark.parametrize("argument", [None, 3, ["mxfp8"]])
+def test_what_is_neither_a_name_nor_a_path_is_not_loaded(argument) -> None:
     with pytest.raises(RecipeError, match=r"loaded by its name or the path of its file; got"):
-        recipes.load(given)
+        recipes.load(argument)
 
 
 def test_a_path_is_as_good_as_its_name(tmp_path) -> None:

@@ -42,14 +42,14 @@ WRONG = [
     QuantizerRole("grouped_linear", "qkv"),
     QuantizerRole("dpa", "qvk"),
 ]
-ASKED = [
+WITH_ATTENTION = [
     *(recipes.load(name) for name in ("bf16", "fp8-current", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4")),
     recipes.load("mxfp8-fwd-nvfp4-bwd"),
     CustomRecipe(qfactory=zoo.nvfp4_factory),
 ]
 
 
-@pytest.mark.parametrize("recipe", ASKED, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", WITH_ATTENTION, ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("role", WRONG, ids=str)
 def test_a_tensor_that_a_known_module_does_not_have_is_refused(recipe, role):
     """A slip of the pen would get what activations get."""
@@ -60,7 +60,7 @@ def test_a_tensor_that_a_known_module_does_not_have_is_refused(recipe, role):
     assert "\n" not in str(one.value)
 
 
-@pytest.mark.parametrize("recipe", ASKED[:-2], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", WITH_ATTENTION[:-2], ids=lambda recipe: recipe.name)
 def test_other_module_types_and_empty_fields_still_fall_back(recipe):
     for role in (
         QuantizerRole("conv", "kernel"),

@@ -94,12 +94,12 @@ def test_all_conditions_of_a_rule_must_hold():
     assert not rule.matches(WEIGHT, Site(layer=3, layers=4, shape=(64, 16)))
 
 
-@pytest.mark.parametrize("asked", [{"module": "*"}, {"module_regex": ".*"}, {"layer": 0}])
-def test_a_rule_that_asks_for_the_place_of_an_unnamed_module_says_what_to_call(asked):
-    rule = Rule(tensor_type="weight", **asked, **IDENTITY)
+@pytest.mark.parametrize("condition", [{"module": "*"}, {"module_regex": ".*"}, {"layer": 0}])
+def test_a_rule_that_asks_for_the_place_of_an_unnamed_module_says_what_to_call(condition):
+    rule = Rule(tensor_type="weight", **condition, **IDENTITY)
     with pytest.raises(RecipeError, match=r"asks for \w+, but .* call duotone.assign_names\(root\) first") as raised:
         rule.matches(WEIGHT, Site(named=False))
-    assert next(iter(asked)) in str(raised.value) and "\n" not in str(raised.value)
+    assert next(iter(condition)) in str(raised.value) and "\n" not in str(raised.value)
     assert not rule.matches(INPUT, Site(named=False))
     assert Rule(tensor_type="weight", in_features="<9", **IDENTITY).matches(WEIGHT, Site(shape=(4, 8), named=False))
 

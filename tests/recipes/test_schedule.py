@@ -28,8 +28,8 @@ def starts(schedule):
 
 def test_each_step_gets_the_recipe_of_the_phase_that_began_last():
     schedule = three(0, 3, 7)
-    got = [schedule.at(step) for step in range(10)]
-    assert got == [MXFP8] * 3 + [NVFP4] * 4 + [BF16] * 3
+    result = [schedule.at(step) for step in range(10)]
+    assert result == [MXFP8] * 3 + [NVFP4] * 4 + [BF16] * 3
     assert schedule.at(10**9) is BF16
 
 
@@ -225,6 +225,6 @@ def test_compiled_code_is_compiled_once_per_phase_and_gives_the_bits_of_eager():
             results += [y.detach(), x.grad]
         return results, counter.frame_count
 
-    (got, frames), (expected, _) = run(True), run(False)
+    (result, frames), (expected, _) = run(True), run(False)
     assert frames == 3
-    assert all(mine.equal(theirs) for mine, theirs in zip(got, expected, strict=True))
+    assert all(a.equal(b) for a, b in zip(result, expected, strict=True))

@@ -55,8 +55,8 @@ def words(quantizer):
 def test_each_factory_gives_each_role_what_the_table_says(name):
     """hybrid 86"""
     recipe = CustomRecipe(qfactory=getattr(zoo, f"{name}_factory"))
-    got = [words(recipe(role)) for role in LINEAR_ROLES]
-    assert got == (TABLE[name] * 2)[:6]
+    result = [words(recipe(role)) for role in LINEAR_ROLES]
+    assert result == (TABLE[name] * 2)[:6]
 
 
 @pytest.mark.parametrize(("name", "factory"), zoo.RECIPES.items())
@@ -86,8 +86,8 @@ def test_each_call_gives_a_new_object_and_none_is_a_role(factory):
 def test_attention_of_the_nvfp4_linear_factory_is_fp8_with_a_delayed_softmax():
     """hybrid 86: the row of nvfp4_linear_fp8_dpa_factory that concerns attention."""
     recipe = recipes.load("nvfp4-linear-fp8-dpa")
-    got = {role.tensor_type or role.name: recipe(role) for role in OTHER_ROLES[:-1]}
-    assert {key: words(result) for key, result in got.items()} == {
+    output = {role.tensor_type or role.name: recipe(role) for role in OTHER_ROLES[:-1]}
+    assert {key: words(result) for key, result in output.items()} == {
         "qkv": "fp8_e4m3_tensor",
         "s": "fp8_e4m3_delayed",
         "do": "fp8_e5m2_tensor",
@@ -96,7 +96,7 @@ def test_attention_of_the_nvfp4_linear_factory_is_fp8_with_a_delayed_softmax():
         "a.core.dpa_output": "fp8_e4m3_tensor",
         "a.core.dpa_grad_input": "fp8_e5m2_tensor",
     }
-    assert (got["s"].history.amax_history_len, got["s"].history.amax_compute_algo) == (1, "most_recent")
+    assert (output["s"].history.amax_history_len, output["s"].history.amax_compute_algo) == (1, "most_recent")
 
 
 def bits(recipe, module_type=duotone.Linear):
@@ -115,21 +115,21 @@ def bits(recipe, module_type=duotone.Linear):
 @pytest.mark.parametrize("name", list(zoo.RECIPES)[:6])
 def test_each_base_factory_is_its_built_in_recipe_bit_for_bit(name):
     """hybrid 87: outputs, input and weight gradients, over two steps."""
-    expected, got = bits(recipes.load(name)), bits(CustomRecipe(qfactory=zoo.RECIPES[name]))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+    expected, result = bits(recipes.load(name)), bits(CustomRecipe(qfactory=zoo.RECIPES[name]))
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
     if name != "bf16":
-        assert not torch.equal(got[0], bits(recipes.load("bf16"))[0])
+        assert not torch.equal(result[0], bits(recipes.load("bf16"))[0])
 
 
 @pytest.mark.parametrize("name", list(zoo.RECIPES)[6:])
 def test_each_other_factory_is_its_recipe_file_bit_for_bit(name):
-    expected, got = bits(recipes.load(name)), bits(CustomRecipe(qfactory=zoo.RECIPES[name]))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+    expected, result = bits(recipes.load(name)), bits(CustomRecipe(qfactory=zoo.RECIPES[name]))
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 def test_mxfp8_forward_and_high_precision_backward_is_the_dequantized_override_bit_for_bit():
     """hybrid 86: the row of mxfp8_fwd_high_precision_bwd_factory."""
     expected = bits(recipes.MXFP8BlockScaling(backward_override="dequantized"))
-    got = bits(CustomRecipe(qfactory=zoo.mxfp8_fwd_high_precision_bwd_factory))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
-    assert not torch.equal(got[1], bits(recipes.load("mxfp8"))[1])
+    result = bits(CustomRecipe(qfactory=zoo.mxfp8_fwd_high_precision_bwd_factory))
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+    assert not torch.equal(result[1], bits(recipes.load("mxfp8"))[1])
