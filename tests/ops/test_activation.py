@@ -66,8 +66,8 @@ def outcome(function, x: Tensor, dy: Tensor | None) -> list[Tensor]:
     return [y.detach(), gradient]
 
 
-def same(got: list[Tensor], want: list[Tensor]) -> None:
-    for a, b in zip(got, want, strict=True):
+def same(result: list[Tensor], want: list[Tensor]) -> None:
+    for a, b in zip(result, want, strict=True):
         assert a.dtype == b.dtype
         assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
@@ -105,8 +105,8 @@ def test_values_and_gradients_are_float64_within_a_few_roundings(name) -> None:
         x = (3 * torch.randn(40, 34)).to(dtype)
         dy = torch.randn(REFERENCE[name](x).shape).to(dtype)
         exact = outcome(REFERENCE[name], x.double(), dy.double())
-        for got, want in zip(outcome(CLASSES[name](), x, dy), exact, strict=True):
-            assert (got.double() - want).abs().max() <= 8 * torch.finfo(dtype).eps * want.abs().max()
+        for result, want in zip(outcome(CLASSES[name](), x, dy), exact, strict=True):
+            assert (result.double() - want).abs().max() <= 8 * torch.finfo(dtype).eps * want.abs().max()
 
 
 @pytest.mark.parametrize("name", REFERENCE)
@@ -194,24 +194,24 @@ def test_scaled_activations_are_the_activation_times_a_scale_of_each_row(name, d
     y.backward(dy)
     assert y.dtype == dtype and leaves[1].grad.shape == scales.shape and leaves[1].grad.dtype == scale_dtype
     exact = [x.double().requires_grad_(), scales.double().requires_grad_()]
-    wanted = REFERENCE[name](exact[0]) * exact[1].unsqueeze(-1)
-    wanted.backward(dy.double())
+    expected = REFERENCE[name](exact[0]) * exact[1].unsqueeze(-1)
+    expected.backward(dy.double())
     eps = max(torch.finfo(dtype).eps, torch.finfo(scale_dtype).eps)
-    pairs = [(y, wanted), (leaves[0].grad, exact[0].grad), (leaves[1].grad, exact[1].grad)]
-    for got, want in pairs:
-        assert (got.double() - want).abs().max() <= 8 * eps * want.abs().max()
+    pairs = [(y, expected), (leaves[0].grad, exact[0].grad), (leaves[1].grad, exact[1].grad)]
+    for result, want in pairs:
+        assert (result.double() - want).abs().max() <= 8 * eps * want.abs().max()
     op = SCALED[name]()
     twice = [x.double().requires_grad_(), scales.double().requires_grad_()]
     penalty = torch.autograd.grad(op(*twice).square().sum(), twice, create_graph=True)
     other = torch.autograd.grad(
         (REFERENCE[name](exact[0]) * exact[1].unsqueeze(-1)).square().sum(), exact, create_graph=True
     )
-    for got, want in zip(
+    for result, want in zip(
         torch.autograd.grad(sum(p.square().sum() for p in penalty), twice),
         torch.autograd.grad(sum(p.square().sum() for p in other), exact),
         strict=True,
     ):
-        assert_close(got, want)
+        assert_close(result, want)
 
 
 def test_scaled_activations_stand_between_experts() -> None:

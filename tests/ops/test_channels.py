@@ -40,12 +40,12 @@ def test_a_channel_is_the_residual_that_the_caller_would_pass(recipe) -> None:
     start = duotone.rng_state(model)
     y = model(leaves[0])
     y.backward(dy)
-    got = [y.detach(), leaves[0].grad, middle.weight.grad.clone()]
+    result = [y.detach(), leaves[0].grad, middle.weight.grad.clone()]
     middle.zero_grad()
     duotone.load_rng_state(model, start)
-    wanted = other(leaves[1]) + leaves[1]
-    wanted.backward(dy)
-    for a, b in zip(got, (wanted.detach(), leaves[1].grad, middle.weight.grad), strict=True):
+    expected = other(leaves[1]) + leaves[1]
+    expected.backward(dy)
+    for a, b in zip(result, (expected.detach(), leaves[1].grad, middle.weight.grad), strict=True):
         assert torch.equal(a, b)
 
 
@@ -61,20 +61,20 @@ def test_the_caller_gets_the_output_too_unless_told_otherwise() -> None:
 
 def test_several_consumers_and_inputs_of_the_caller_mix() -> None:
     """One channel for two consumers, an input of the caller between them: in order, gradients summed."""
-    keep, first, own, last = ops.MakeExtraOutput(), ops.AddExtraInput(), ops.AddExtraInput(), ops.AddExtraInput()
+    keep, first, middle, last = ops.MakeExtraOutput(), ops.AddExtraInput(), ops.AddExtraInput(), ops.AddExtraInput()
     keep.set_extra_output_channel(0, "x", output_to_caller=False)
     first.set_extra_input_channel(0, "x")
     last.set_extra_input_channel(0, "x")
-    model = ops.Sequential(keep, ops.ConstantScale(3.0), first, ops.GELU(), own, last)
+    model = ops.Sequential(keep, ops.ConstantScale(3.0), first, ops.GELU(), middle, last)
     assert model.extra_inputs == 1
     x, other, dy = rows().requires_grad_(), rows().requires_grad_(), rows()
     y = model(x, other)
     y.backward(dy)
-    got = [y.detach(), x.grad, other.grad]
+    result = [y.detach(), x.grad, other.grad]
     x.grad = other.grad = None
-    wanted = F.gelu(x * 3.0 + x, approximate="tanh") + other + x
-    wanted.backward(dy)
-    for a, b in zip(got, (wanted.detach(), x.grad, other.grad), strict=True):
+    expected = F.gelu(x * 3.0 + x, approximate="tanh") + other + x
+    expected.backward(dy)
+    for a, b in zip(result, (expected.detach(), x.grad, other.grad), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)  # sums of gradients in another order
     with pytest.raises(UserError, match="2 further inputs were given to ops that take 1"):
         model(x, other, other)
@@ -104,7 +104,7 @@ def chain(*channels: tuple[str, str]) -> ops.Sequential:
 )
 def test_channels_without_one_giver_before_them_are_refused_before_anything_runs(channels, message) -> None:
     model = ops.Sequential(linear(NV), *chain(*channels))
-    message = re.sub(r"at (\d)", lambda found: f"at {int(found[1]) + 1}", message)
+    message = re.sub(r"at (\d)", lambda match: f"at {int(match[1]) + 1}", message)
     seed = model[0].duotone_seed.clone()
     with pytest.raises(UserError, match=re.escape(message)):
         model(rows())
@@ -147,7 +147,7 @@ def test_experts_take_their_splits_from_a_channel() -> None:
     class Counts(ops.Identity):
         extra_outputs = 1
 
-        def forward(self, x: Tensor, **given):
+        def forward(self, x: Tensor, **flags):
             return x, [8, 24]
 
         pipeline = None
@@ -157,30 +157,30 @@ def test_experts_take_their_splits_from_a_channel() -> None:
     for fc in (fc1, fc2):
         fc.set_extra_input_channel(0, "splits")
     model, x = ops.Sequential(counts, fc1, ops.GELU(), fc2), rows()
-    wanted = fc2(ops.GELU()(fc1(x, [8, 24])), [8, 24])
-    assert torch.equal(model(x), wanted)
+    expected = fc2(ops.GELU()(fc1(x, [8, 24])), [8, 24])
+    assert torch.equal(model(x), expected)
     seen = []
     fc1.register_forward_hook(lambda *_: seen.append(1))
-    assert torch.equal(model(x), wanted) and seen == [1]
+    assert torch.equal(model(x), expected) and seen == [1]
 
 
 def test_op_kwargs_go_to_their_module_by_object_and_by_index() -> None:
     first, middle, plain = linear(), ops.GELU(), nn.Dropout(0.0)
     grouped = ops.GroupedLinear(2, 64, 64, recipe=MX, name="g")
     model, x, out = ops.Sequential(first, middle, plain, grouped), rows(), torch.zeros(32, 64)
-    wanted = model(x, [8, 24])
+    expected = model(x, [8, 24])
     for key in (grouped, 3):
         out.zero_()
         y = model(x, [8, 24], op_kwargs={key: {"out": out}, 0: {"is_first_microbatch": True}})
-        assert torch.equal(y, wanted) and y.data_ptr() == out.data_ptr()
+        assert torch.equal(y, expected) and y.data_ptr() == out.data_ptr()
     planes = first.plans.options.caches[0]
     assert planes is not None  # the first microbatch reached its op and no other one
     assert not grouped.plans.options.caches
-    assert torch.equal(model(x, [8, 24], op_kwargs={first: {"is_first_microbatch": False}}), wanted)
+    assert torch.equal(model(x, [8, 24], op_kwargs={first: {"is_first_microbatch": False}}), expected)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("op_kwargs", "message"),
     [
         ({7: {}}, "op_kwargs has 7; give a module of this Sequential, or an index below 2"),
         ({nn.Identity(): {}}, "op_kwargs has a Identity that is not there"),
@@ -192,11 +192,11 @@ def test_op_kwargs_go_to_their_module_by_object_and_by_index() -> None:
         ([0], "op_kwargs is a dict of modules, or their indices, to dicts; got list"),
     ],
 )
-def test_op_kwargs_that_reach_nobody_are_refused_before_anything_runs(given, message) -> None:
+def test_op_kwargs_that_reach_nobody_are_refused_before_anything_runs(op_kwargs, message) -> None:
     model = ops.Sequential(linear(NV), ops.GELU())
     seed = model[0].duotone_seed.clone()
     with pytest.raises(UserError, match=re.escape(message)):
-        model(rows(), op_kwargs=given)
+        model(rows(), op_kwargs=op_kwargs)
     assert torch.equal(model[0].duotone_seed, seed)
 
 

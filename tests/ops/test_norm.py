@@ -10,27 +10,27 @@ from torch.testing import assert_close
 from duotone import UserError, ops
 
 TORCH = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
-OURS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm, "L2Normalization": ops.L2Normalization}
+NORMS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm, "L2Normalization": ops.L2Normalization}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(33, 96), (2, 3, 97), (2, 1, 3, 8), (1, 1), (0, 96), (2, 0, 5), (7,)]
 
 
-def same(got: Tensor | None, want: Tensor | None) -> None:
+def same(result: Tensor | None, want: Tensor | None) -> None:
     """Equal bit for bit, NaN included."""
-    assert (got is None) == (want is None)
-    if got is not None and want is not None:
-        assert got.shape == want.shape and got.dtype == want.dtype
-        assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    assert (result is None) == (want is None)
+    if result is not None and want is not None:
+        assert result.shape == want.shape and result.dtype == want.dtype
+        assert_close(result, want, rtol=0, atol=0, equal_nan=True)
 
 
 def pair(kind: str, width: int, dtype: torch.dtype, eps: float = 1e-5) -> tuple[nn.Module, nn.Module]:
     """Our module and torch's, with the same random parameters."""
-    ours, theirs = OURS[kind](width, eps=eps, dtype=dtype), TORCH[kind](width, eps=eps, dtype=dtype)
+    norm, torch_norm = NORMS[kind](width, eps=eps, dtype=dtype), TORCH[kind](width, eps=eps, dtype=dtype)
     with torch.no_grad():
-        for parameter in theirs.parameters():
+        for parameter in torch_norm.parameters():
             parameter.normal_()
-    ours.load_state_dict(theirs.state_dict())
-    return ours, theirs
+    norm.load_state_dict(torch_norm.state_dict())
+    return norm, torch_norm
 
 
 def outcome(module, x: Tensor, dy: Tensor, input_grad: bool = True) -> list[Tensor | None]:
@@ -45,31 +45,31 @@ def outcome(module, x: Tensor, dy: Tensor, input_grad: bool = True) -> list[Tens
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", TORCH)
 def test_values_and_gradients_have_the_bits_of_torch(kind, dtype, shape) -> None:
-    ours, theirs = pair(kind, shape[-1], dtype)
+    norm, torch_norm = pair(kind, shape[-1], dtype)
     x, dy = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
-    for got, want in zip(outcome(ours, x, dy), outcome(theirs, x, dy), strict=True):
-        same(got, want)
+    for result, want in zip(outcome(norm, x, dy), outcome(torch_norm, x, dy), strict=True):
+        same(result, want)
 
 
 @pytest.mark.parametrize("kind", TORCH)
 def test_a_float64_module_computes_in_float64(kind) -> None:
     """An Identity model in float64 is the unquantized model bit for bit."""
-    ours, theirs = pair(kind, 24, torch.float64)
+    norm, torch_norm = pair(kind, 24, torch.float64)
     x, dy = torch.randn(5, 24, dtype=torch.float64), torch.randn(5, 24, dtype=torch.float64)
-    for got, want in zip(outcome(ours, x, dy), outcome(theirs, x, dy), strict=True):
-        same(got, want)
+    for result, want in zip(outcome(norm, x, dy), outcome(torch_norm, x, dy), strict=True):
+        same(result, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", TORCH)
 def test_nan_infinity_and_denormals_have_the_bits_of_torch(awkward, kind, dtype) -> None:
-    ours, theirs = pair(kind, 160, dtype)
+    norm, torch_norm = pair(kind, 160, dtype)
     x = awkward.to(dtype)
     for dy in (torch.randn(x.shape).to(dtype), x.flip(0)):
-        for module in (ours, theirs):
+        for module in (norm, torch_norm):
             module.zero_grad()
-        for got, want in zip(outcome(ours, x, dy), outcome(theirs, x, dy), strict=True):
-            same(got, want)
+        for result, want in zip(outcome(norm, x, dy), outcome(torch_norm, x, dy), strict=True):
+            same(result, want)
 
 
 @pytest.mark.parametrize("kind", TORCH)
@@ -83,24 +83,24 @@ def test_strided_and_expanded_tensors_have_the_bits_of_torch(kind) -> None:
             torch.ones(()).expand(inputs.shape),
         )
         for dy in gradients:
-            ours, theirs = pair(kind, 96, torch.float32)
-            for got, want in zip(outcome(ours, inputs, dy), outcome(theirs, inputs, dy), strict=True):
-                same(got, want)
+            norm, torch_norm = pair(kind, 96, torch.float32)
+            for result, want in zip(outcome(norm, inputs, dy), outcome(torch_norm, inputs, dy), strict=True):
+                same(result, want)
 
 
 @pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_every_combination_of_gradients_leaves_the_others_as_they_are(kind, needs) -> None:
-    module = OURS[kind](**({} if kind == "L2Normalization" else {"normalized_shape": 24}))
+    module = NORMS[kind](**({} if kind == "L2Normalization" else {"normalized_shape": 24}))
     parameters = list(module.parameters())
     x, dy = torch.randn(5, 24), torch.randn(5, 24)
     everything = outcome(module, x, dy)
     module.zero_grad()
     for parameter, needed in zip(parameters, needs[1:], strict=False):
         parameter.requires_grad_(needed)
-    wanted = [True, needs[0], *needs[1 : 1 + len(parameters)]]
-    for got, want, needed in zip(outcome(module, x, dy, needs[0]), everything, wanted, strict=True):
-        same(got, want if needed else None)
+    masks = [True, needs[0], *needs[1 : 1 + len(parameters)]]
+    for result, want, needed in zip(outcome(module, x, dy, needs[0]), everything, masks, strict=True):
+        same(result, want if needed else None)
 
 
 def reference(kind: str, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Tensor:
@@ -114,42 +114,42 @@ def reference(kind: str, x: Tensor, gamma: Tensor | None, beta: Tensor | None, e
 
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_values_and_gradients_are_float64_autograd_within_a_few_roundings(kind, dtype, zero_centered) -> None:
     """Bound: 8 roundings of the dtype, and 64 of fp32 for the sums, of the largest magnitude in the result."""
     k = 97
     if kind == "L2Normalization":
         module = ops.L2Normalization(eps=1e-3)
     else:
-        module = OURS[kind](k, eps=1e-3, zero_centered_gamma=zero_centered, dtype=dtype)
+        module = NORMS[kind](k, eps=1e-3, zero_centered_gamma=zero_centered, dtype=dtype)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_()
     x, dy = torch.randn(2, 9, k).to(dtype), torch.randn(2, 9, k).to(dtype)
-    got = outcome(module, x, dy)
+    result = outcome(module, x, dy)
     wide = [x.double().requires_grad_(), *(p.detach().double().requires_grad_() for p in module.parameters())]
     gamma = (1 + wide[1] if zero_centered else wide[1]) if len(wide) > 1 else None
     y = reference(kind, wide[0], gamma, wide[2] if len(wide) > 2 else None, 1e-3)
     y.backward(dy.double())
     bound = 8 * torch.finfo(dtype).eps + 64 * torch.finfo(torch.float32).eps
-    for mine, exact in zip(got, [y.detach(), *(t.grad for t in wide)], strict=True):
-        assert mine.dtype == dtype and (mine.double() - exact).abs().max() <= bound * exact.abs().max()
+    for rounded, exact in zip(result, [y.detach(), *(t.grad for t in wide)], strict=True):
+        assert rounded.dtype == dtype and (rounded.double() - exact).abs().max() <= bound * exact.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", TORCH)
 def test_a_zero_centred_gamma_is_one_plus_gamma_in_fp32(kind, dtype) -> None:
     """A tiny gamma in bf16 is not lost, as 1 + gamma rounded to bf16 would be."""
-    ours = OURS[kind](96, zero_centered_gamma=True, dtype=dtype)
-    assert not ours.weight.any()
+    norm = NORMS[kind](96, zero_centered_gamma=True, dtype=dtype)
+    assert not norm.weight.any()
     with torch.no_grad():
-        ours.weight.fill_(2.0**-11)
-    theirs = TORCH[kind](96, eps=1e-5)
+        norm.weight.fill_(2.0**-11)
+    torch_norm = TORCH[kind](96, eps=1e-5)
     with torch.no_grad():
-        theirs.weight.copy_(1 + ours.weight.float())
+        torch_norm.weight.copy_(1 + norm.weight.float())
     x, dy = torch.randn(9, 96).to(dtype), torch.randn(9, 96).to(dtype)
-    got, want = outcome(ours, x, dy), outcome(theirs, x.float(), dy.float())
-    for a, b in zip(got, want, strict=True):
+    result, want = outcome(norm, x, dy), outcome(torch_norm, x.float(), dy.float())
+    for a, b in zip(result, want, strict=True):
         same(a, b.to(dtype))
 
 
@@ -158,22 +158,22 @@ def test_epsilon_decides_what_a_zero_row_and_a_tiny_row_give() -> None:
     x[1] = 1e-6
     for kind in TORCH:
         for eps in (1e-12, 1e-5, 1.0):
-            ours, theirs = pair(kind, 8, torch.float32, eps)
-            same(ours(x), theirs(x))
+            norm, torch_norm = pair(kind, 8, torch.float32, eps)
+            same(norm(x), torch_norm(x))
     assert not ops.L2Normalization()(torch.zeros(2, 8)).any()
 
 
 @pytest.mark.parametrize("kind", TORCH)
 def test_parameters_names_defaults_and_reset_are_torchs(kind) -> None:
-    ours, theirs = OURS[kind](24), TORCH[kind](24)
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    norm, torch_norm = NORMS[kind](24), TORCH[kind](24)
+    assert list(norm.state_dict()) == list(torch_norm.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(norm.parameters(), torch_norm.parameters(), strict=True))
     with torch.no_grad():
-        for parameter in ours.parameters():
+        for parameter in norm.parameters():
             parameter.fill_(7)
-    ours.reset_parameters()
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-    meta = OURS[kind](24, device="meta", params_dtype=torch.bfloat16)
+    norm.reset_parameters()
+    assert all(torch.equal(a, b) for a, b in zip(norm.parameters(), torch_norm.parameters(), strict=True))
+    meta = NORMS[kind](24, device="meta", params_dtype=torch.bfloat16)
     assert meta.weight.is_meta and meta.weight.dtype == torch.bfloat16
 
 

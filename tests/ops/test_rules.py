@@ -247,10 +247,10 @@ class Unmade:
     """A norm as kernels would make it on the way: its statistics are there once it is encoded."""
 
     def __init__(self, kernel, x: Tensor, *arguments) -> None:
-        self.kernel, self.x, self.given = kernel, x, arguments
+        self.kernel, self.x, self.arguments = kernel, x, arguments
 
     def make(self) -> Tensor:
-        y, *self.saved = self.kernel.forward(self.x, *self.given)
+        y, *self.saved = self.kernel.forward(self.x, *self.arguments)
         return y
 
 
@@ -258,21 +258,21 @@ class Unmade:
 @pytest.mark.parametrize("kind", ["sequential", "LayerNormLinear", "LayerNormMLP"])
 def test_a_norm_that_is_made_on_the_way_changes_no_bit(kind, encodes, monkeypatch) -> None:
     """Its statistics reach backward; and where it cannot be encoded, it is made first."""
-    expected, asked = steps(kind, MX), []
+    expected, norms = steps(kind, MX), []
 
-    def encode(quantizer, made, usage, ctx):
-        asked.append(made)
-        return quantizer.encode(made.make().reshape(-1, made.x.shape[-1]), usage, ctx) if encodes else None
+    def encode(quantizer, norm, usage, ctx):
+        norms.append(norm)
+        return quantizer.encode(norm.make().reshape(-1, norm.x.shape[-1]), usage, ctx) if encodes else None
 
-    monkeypatch.setattr(RowNorm, "produced", lambda *given: Unmade(*given))
+    monkeypatch.setattr(RowNorm, "produced", lambda *arguments: Unmade(*arguments))
     monkeypatch.setattr(Quantizer, "encode_produced", encode)
     assert equal(steps(kind, MX), expected)
-    assert len(asked) == 4  # two steps and two evaluations, but not where gamma is zero-centred
-    assert all(hasattr(made, "saved") == encodes for made in asked)
+    assert len(norms) == 4  # two steps and two evaluations, but not where gamma is zero-centred
+    assert all(hasattr(norm, "saved") == encodes for norm in norms)
 
 
 def test_a_normalised_input_that_is_given_out_is_not_made_on_the_way(monkeypatch) -> None:
-    monkeypatch.setattr(RowNorm, "produced", lambda *given: Unmade(*given))
+    monkeypatch.setattr(RowNorm, "produced", lambda *arguments: Unmade(*arguments))
     monkeypatch.setattr(Quantizer, "encode_produced", None)
     for module in (LayerNormLinear, LayerNormMLP):
         y, normalised = module(64, 48, params_dtype=DTYPE, recipe=MX, return_layernorm_output=True)(rows())
@@ -304,11 +304,11 @@ class Both(Stage):
         self.log.append("forward")
         return y, [(x.detach(), *saved), (("private",), *kept_too)], ()
 
-    def run_backward(self, dy, kept, needs, extra):
+    def run_backward(self, dy, saved, needs, extra):
         at = sum(self.first.arity)
-        self.log.append(kept[1][0][0])
-        dx, *second = self.second.backward(dy, kept[1][1:], (True, *needs[at:]))
-        dx, *first = self.first.backward(dx, kept[0][1:], (True, *needs[:at]))
+        self.log.append(saved[1][0][0])
+        dx, *second = self.second.backward(dy, saved[1][1:], (True, *needs[at:]))
+        dx, *first = self.first.backward(dx, saved[0][1:], (True, *needs[:at]))
         return dx, [*first, *second]
 
 
@@ -316,10 +316,10 @@ def test_a_rule_for_both_passes_keeps_a_state_of_its_own() -> None:
     """core 102."""
     results: list[Both] = []
 
-    def pair(found):
-        if len(found) != 2:
-            return found
-        results.append(Both(*found))
+    def pair(stages):
+        if len(stages) != 2:
+            return stages
+        results.append(Both(*stages))
         return (results[-1],)
 
     def run(m) -> list[Tensor]:
@@ -348,7 +348,7 @@ def test_rules_run_in_order_and_prepended_ones_first() -> None:
     order: list[str] = []
 
     def note(name: str):
-        return lambda found: (order.append(name), found)[1]
+        return lambda stages: (order.append(name), stages)[1]
 
     m, x = ops.Sequential(linear(), ops.GELU()), rows().requires_grad_()
     for name, when, first in (
@@ -372,7 +372,7 @@ def test_rules_run_in_order_and_prepended_ones_first() -> None:
 @pytest.mark.parametrize("when", ["both", "forward", "backward"])
 @pytest.mark.parametrize(
     "rule",
-    [lambda found: found[:-1], lambda found: found[::-1], lambda found: (*found, found[0]), lambda found: ()],
+    [lambda stages: stages[:-1], lambda stages: stages[::-1], lambda stages: (*stages, stages[0]), lambda stages: ()],
     ids=["dropped", "reversed", "doubled", "emptied"],
 )
 def test_a_rule_with_other_basics_is_one_line_and_leaves_everything_as_it_was(rule, when) -> None:
@@ -391,7 +391,7 @@ def test_a_rule_with_other_basics_is_one_line_and_leaves_everything_as_it_was(ru
 
 
 def test_a_rule_that_gives_no_stages_is_one_line() -> None:
-    ops.register_rule(lambda found: None)
+    ops.register_rule(lambda stages: None)
     with pytest.raises(UserError):
         ops.Sequential(linear())(rows())
 
@@ -400,6 +400,6 @@ def test_an_unknown_pass_is_refused_and_unregistering_a_stranger_is_nothing() ->
     with pytest.raises(
         UserError, match=r"a rewrite rule for 'sideways' is unknown; allowed are both, forward, backward"
     ):
-        ops.register_rule(lambda found: found, "sideways")
-    ops.unregister_rule(lambda found: found)
+        ops.register_rule(lambda stages: stages, "sideways")
+    ops.unregister_rule(lambda stages: stages)
     assert kinds([ops.GELU(), linear()])[0] == [FUSED]

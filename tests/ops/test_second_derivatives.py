@@ -146,9 +146,9 @@ def penalty(f, parameters, order: int = 2) -> list[Tensor | None]:
     return list(torch.autograd.grad(value, [x, *parameters], allow_unused=True))
 
 
-def assert_close(got, want, bound: float = 1e-9) -> None:
+def assert_close(result, want, bound: float = 1e-9) -> None:
     """float64 all the way: only the order of sums differs."""
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(result, want, strict=True):
         a, b = (torch.zeros((), dtype=torch.float64) if t is None else t.detach() for t in (a, b))
         torch.testing.assert_close(a.expand(b.shape), b, rtol=bound, atol=bound * (1 + b.abs().max().item()))
 
@@ -189,8 +189,8 @@ def test_forward_mode_is_that_of_torch() -> None:
     m, plain, _ = case("linear")
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x_of(), x_of(3))
-        got, want = (torch.autograd.forward_ad.unpack_dual(f(dual)).tangent for f in (m, plain))
-    assert_close([got], [want])
+        result, want = (torch.autograd.forward_ad.unpack_dual(f(dual)).tangent for f in (m, plain))
+    assert_close([result], [want])
 
 
 def test_dropout_replays_the_mask_of_its_forward() -> None:
@@ -219,14 +219,14 @@ def test_dropout_without_a_mask_is_an_error() -> None:
 @pytest.mark.filterwarnings("ignore:.*is quantized for a consumer that is not known")
 def test_boundaries_in_high_precision_are_exact(flags) -> None:
     """In fp32, because boundaries take no float64: a few of its roundings in a row, of sums of 60 terms."""
-    m, plain, own = linear(**flags)
-    own.float()
+    m, plain, rounding = linear(**flags)
+    rounding.float()
 
     def run(x: Tensor) -> Tensor:
         y = m(x.float())
         return (y.dequantize() if isinstance(y, duotone.QuantizedTensor) else y).double()
 
-    parameters = list(own.parameters())
+    parameters = list(rounding.parameters())
     want = penalty(lambda x: plain(x.float()).double(), parameters)
     assert_close(penalty(run, parameters), want, 1e-5)
 
@@ -272,9 +272,9 @@ def test_second_derivatives_of_quantized_operands_are_an_error(name: str, recipe
         (plain,) = torch.autograd.grad(y, x, retain_graph=True)
         (g,) = torch.autograd.grad(y, x, create_graph=True)
         assert g.requires_grad and (recipe in MOVING or torch.equal(plain, g))
-        for wanted in ([x], list(m.parameters())[:1]):
+        for inputs in ([x], list(m.parameters())[:1]):
             with pytest.raises(UserError, match=REFUSES):
-                torch.autograd.grad(g.square().sum(), wanted, allow_unused=True, retain_graph=True)
+                torch.autograd.grad(g.square().sum(), inputs, allow_unused=True, retain_graph=True)
         with pytest.raises(UserError, match=REFUSES):
             g.square().sum().backward()
 

@@ -145,16 +145,16 @@ def test_further_inputs_and_outputs_go_where_they_belong(between) -> None:
         h = torch.tanh(h) if between else h
         return F.linear(F.silu(h) + second, b.weight), x, h
 
-    got = outcome(model, model.parameters(), x, first, second)
-    assert equal(got, outcome(plain, model.parameters(), x, first, second))
+    result = outcome(model, model.parameters(), x, first, second)
+    assert equal(result, outcome(plain, model.parameters(), x, first, second))
 
 
 def test_an_output_that_no_loss_uses_gets_no_gradient_and_changes_no_other() -> None:
     a, x = ops.BasicLinear(64, 48), torch.randn(8, 64)
     model = ops.Sequential(a, ops.MakeExtraOutput(), ops.ReLU())
     for use, plain in ((0, lambda t: F.relu(F.linear(t, a.weight))), (1, lambda t: F.linear(t, a.weight))):
-        got = outcome(lambda t, use=use: model(t)[use], model.parameters(), x)
-        assert equal(got, outcome(plain, model.parameters(), x))
+        result = outcome(lambda t, use=use: model(t)[use], model.parameters(), x)
+        assert equal(result, outcome(plain, model.parameters(), x))
 
 
 def test_gradients_of_a_further_input_alone() -> None:
@@ -312,9 +312,9 @@ def test_torch_autocast_computes_in_its_dtype_and_nothing_else_changes(name) -> 
     low = copy.deepcopy(model).to(DTYPE)
     x = torch.randn(16, 64)
     with torch.autocast("cpu", dtype=DTYPE):
-        got = outcome(model, model.parameters(), x)
+        result = outcome(model, model.parameters(), x)
     want = outcome(low, low.parameters(), x.to(DTYPE))
-    assert got[0].dtype == DTYPE and all(torch.equal(a, b.to(a.dtype)) for a, b in zip(got, want, strict=True))
+    assert result[0].dtype == DTYPE and all(torch.equal(a, b.to(a.dtype)) for a, b in zip(result, want, strict=True))
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
@@ -347,11 +347,11 @@ def test_a_prefix_without_gradients_saves_nothing(prefix) -> None:
 
 def test_one_op_at_two_places_gets_both_gradients() -> None:
     op, x = ops.BasicLinear(64, 64), torch.randn(8, 64)
-    got = outcome(ops.Sequential(op, ops.GELU(), op), op.parameters(), x)
+    result = outcome(ops.Sequential(op, ops.GELU(), op), op.parameters(), x)
     want = outcome(
         lambda t: F.linear(F.gelu(F.linear(t, op.weight), approximate="tanh"), op.weight), op.parameters(), x
     )
-    assert equal(got, want)
+    assert equal(result, want)
 
 
 @pytest.mark.parametrize("name", ["bf16", "mxfp8", "nvfp4"])
@@ -399,8 +399,8 @@ def test_dropout_draws_what_torch_draws(p, dtype) -> None:
     outcomes = []
     for module in (ops.Sequential(ops.Dropout(p)), nn.Dropout(p)):
         torch.manual_seed(5)
-        got = outcome(module, (), torch.ones(40, 50, dtype=dtype))
-        outcomes.append(got if p == 1 else [*got, torch.rand(3)])  # for p = 1 torch draws nothing
+        result = outcome(module, (), torch.ones(40, 50, dtype=dtype))
+        outcomes.append(result if p == 1 else [*result, torch.rand(3)])  # for p = 1 torch draws nothing
         assert torch.equal(module.eval()(torch.ones(3, 3)), torch.ones(3, 3))
     assert equal(*outcomes)
 
@@ -418,9 +418,9 @@ def test_reshape_scale_and_bias_are_torchs() -> None:
     )
     x = torch.randn(32, 16)
     for inputs in (x, x.t().contiguous().t()):
-        got = outcome(model, model.parameters(), inputs)
+        result = outcome(model, model.parameters(), inputs)
         want = outcome(lambda t: (t.reshape(2, 8, -1) * 0.37).reshape(-1, 16) + bias.bias, model.parameters(), inputs)
-        assert equal(got, want)
+        assert equal(result, want)
     with pytest.raises(UserError, match=r"Bias takes \(..., 16\); got \(..., 8\)"):
         bias(torch.zeros(2, 8))
 
@@ -520,8 +520,8 @@ def test_quantize_rounds_gradients_stochastically_from_a_seed_of_its_own() -> No
     assert torch.equal(gradient(), first)
     leaf = x.clone().requires_grad_()
     ops.GELU()(leaf).backward(dy)
-    wanted = NV.quantizer(GRAD).quantize(leaf.grad, ctx=QuantizeContext(seed=start["0.duotone_seed"]))
-    assert torch.equal(first, wanted.dequantize())
+    expected = NV.quantizer(GRAD).quantize(leaf.grad, ctx=QuantizeContext(seed=start["0.duotone_seed"]))
+    assert torch.equal(first, expected.dequantize())
 
 
 def test_quantize_refuses_a_delayed_scale() -> None:

@@ -14,12 +14,12 @@ from duotone.tensor.quantizer import Quantizer
 
 DTYPE = torch.bfloat16
 WEIGHT, INPUT = QuantizerRole("linear", "weight"), QuantizerRole("linear", "input")
-HELD = [n for n in recipes.names() if recipes.load(n)(WEIGHT) != Quantizer() and n != "fp8-delayed"]
+QUANTIZING = [n for n in recipes.names() if recipes.load(n)(WEIGHT) != Quantizer() and n != "fp8-delayed"]
 MX, NV = recipes.load("mxfp8"), recipes.load("nvfp4")
 SPLITS = [20, 0, 12]
 
 
-def build(kind: str, recipe, held: bool) -> torch.nn.Module:
+def build(kind: str, recipe, is_quantized: bool) -> torch.nn.Module:
     def make() -> torch.nn.Module:
         options = {"params_dtype": DTYPE, "recipe": recipe}
         if kind == "grouped":
@@ -28,7 +28,7 @@ def build(kind: str, recipe, held: bool) -> torch.nn.Module:
             ops.Linear(64, 96, name="a", **options), ops.SwiGLU(), ops.BasicLinear(48, 32, name="b", **options)
         )
 
-    if not held:
+    if not is_quantized:
         return make()
     with duotone.quantized_model_init(recipe=recipe):
         return make()
@@ -56,8 +56,8 @@ def twin_of(m: torch.nn.Module, kind: str, recipe) -> torch.nn.Module:
     """The same values and seeds, as plain parameters."""
     plain = build(kind, recipe, False)
     duotone.load_rng_state(plain, duotone.rng_state(m))
-    for ours, theirs in zip(m.parameters(), plain.parameters(), strict=True):
-        theirs.copy_(ours.dequantize() if isinstance(ours, QuantizedTensor) else ours)
+    for parameter, copy in zip(m.parameters(), plain.parameters(), strict=True):
+        copy.copy_(parameter.dequantize() if isinstance(parameter, QuantizedTensor) else parameter)
     return plain
 
 
@@ -87,14 +87,14 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize(("order", "mode"), [("TETE", torch.no_grad), ("ETET", torch.inference_mode)])
 @pytest.mark.parametrize("kind", ["sequential", "grouped"])
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", QUANTIZING)
 def test_any_order_of_train_and_eval_keeps_usages_and_has_the_bits_of_plain_weights(name, kind, order, mode) -> None:
     """core 46-48, 54."""
     recipe = recipes.load(name)
     m = build(kind, recipe, True)
     plain = twin_of(m, kind, recipe)
-    held = [(w.get_usages(), w.quantizer) for w in weights(m)]
-    assert all(usages == {"rowwise": True, "columnwise": True} for usages, _ in held)
+    layouts = [(w.get_usages(), w.quantizer) for w in weights(m)]
+    assert all(usages == {"rowwise": True, "columnwise": True} for usages, _ in layouts)
     for i, what in enumerate(order):
         x = torch.randn(32, 64).to(DTYPE)
         for weight, other in zip(weights(m), weights(plain), strict=True):
@@ -107,7 +107,7 @@ def test_any_order_of_train_and_eval_keeps_usages_and_has_the_bits_of_plain_weig
         else:
             with mode():
                 assert torch.equal(call(m.eval(), x), call(plain.eval(), x))
-        assert [(w.get_usages(), w.quantizer) for w in weights(m)] == held
+        assert [(w.get_usages(), w.quantizer) for w in weights(m)] == layouts
 
 
 @pytest.mark.parametrize("kind", ["sequential", "grouped"])
@@ -120,7 +120,7 @@ def test_values_and_gradients_of_held_weights_are_those_of_their_dequantized_val
         call(m, x)
         for weight in weights(m):
             weight.copy_(torch.randn(weight.shape) / 8)
-    got = step(m, x)
+    result = step(m, x)
     leaves = [p.detach().dequantize() if isinstance(p, QuantizedTensor) else p.detach() for p in m.parameters()]
     leaves = [t.clone().requires_grad_() for t in leaves]
     leaf = x.clone().requires_grad_()
@@ -136,13 +136,13 @@ def test_values_and_gradients_of_held_weights_are_those_of_their_dequantized_val
         first, second = F.linear(rounded(leaf), leaves[0], leaves[1]).chunk(2, -1)
         y = F.linear(rounded(F.silu(first) * second), leaves[2])
     y.float().square().sum().backward()
-    for a, b in zip(got, [y.detach(), leaf.grad, *(t.grad for t in leaves)], strict=True):
+    for a, b in zip(result, [y.detach(), leaf.grad, *(t.grad for t in leaves)], strict=True):
         assert (a.float() - b.float()).norm() <= 0.02 * b.float().norm()
 
 
 @pytest.mark.parametrize("kind", ["sequential", "grouped"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", QUANTIZING)
 def test_a_weight_made_without_gradients_is_derived_without_loss_or_refused_in_forward(name, mode, kind) -> None:
     """core 49: never a wrong gradient, and the error names who it is."""
     recipe = recipes.load(name)
@@ -165,12 +165,12 @@ def test_a_weight_made_without_gradients_is_derived_without_loss_or_refused_in_f
         return
     plain = twin_of(m, kind, recipe)
     try:
-        got = step(m, x)
+        result = step(m, x)
     except MissingPlaneError as error:
         assert "the weight of" in str(error) and "columnwise" in str(error) and "\n" not in str(error)
         assert all(p.grad is None for p in m.parameters())
     else:
-        assert equal(got, step(plain, x))
+        assert equal(result, step(plain, x))
         assert all(w.get_usages() == {"rowwise": True, "columnwise": True} for w in weights(m))
 
 
@@ -341,5 +341,5 @@ def test_a_frozen_expert_stops_no_other() -> None:
         m._parameters[f"weight{frozen}"].requires_grad_(False)
         call(m, x).float().square().sum().backward()
         for i in range(3):
-            got, want = m._parameters[f"weight{i}"].grad, everything._parameters[f"weight{i}"].grad
-            assert got is None if i == frozen else got is not None and torch.equal(got, want)
+            result, want = m._parameters[f"weight{i}"].grad, everything._parameters[f"weight{i}"].grad
+            assert result is None if i == frozen else result is not None and torch.equal(result, want)
