@@ -58,7 +58,7 @@ def uninterrupted(folder: Path, case: tuple[Parallel, str, str]) -> tuple[Parall
     config = TrainConfig(presets.get("tiny"), steps=4, device=checks.DEVICE, model=model)
     trainer = ParallelTrainer(parallel, config, recipes.load(recipe), corpus())
     losses = [trainer.step(), trainer.step()]
-    trainer.save(folder / f"{parallel}-{recipe}", {"train_loss": [[1, 0.5]]})
+    trainer.save(folder / f"{parallel}-{model}-{recipe}", {"train_loss": [[1, 0.5]]})
     return trainer, [*losses, *losses_of(trainer, 2)]
 
 
@@ -142,10 +142,10 @@ def a_loss_that_is_not_finite_on_one_rank_stops_all(folder: Path) -> None:
 @check
 def a_resumed_trainer_has_the_bits_of_one_that_went_on(folder: Path) -> None:
     for case in CASES:
-        parallel, _, recipe = case
+        parallel, model, recipe = case
         trainer, losses = uninterrupted(folder, case)
         resumed = ParallelTrainer(parallel, trainer.config, recipes.load(recipe), corpus())
-        history, _ = resumed.resume(folder / f"{parallel}-{recipe}" / "step-00000002")
+        history, _ = resumed.resume(folder / f"{parallel}-{model}-{recipe}" / "step-00000002")
         assert history == {"train_loss": [[1, 0.5]]} and resumed.completed == 2
         assert losses_of(resumed, 2) == losses[2:], parallel
         state, want = resumed.optimizer.state(), trainer.optimizer.state()
