@@ -32,14 +32,14 @@ def install(device: str = "CUDA", host: str = "CPU") -> None:
         LIBRARY.impl(name, partial(staged, op, DispatchKeySet(getattr(DispatchKey, host))), device)
 
 
-@torch.no_grad()
 def staged(op: OpOverload, keys: DispatchKeySet, *arguments: Any) -> Any:
     """Run a collective on copies, whose results go back before it returns, or as the rank waits for what it receives.
 
     Copies wait for the current stream and for their own end, so that all streams see the results.
     """
     names = [argument.name for argument in op._schema.arguments]
-    copies = tree_map_only(Tensor, partial(to_host, is_reduced="reduce_op" in names), arguments)
+    sent = partial(as_sent, is_reduced="reduce_op" in names)
+    copies = tree_map_only(Tensor, lambda x: sent(x).to("cpu", copy=True), arguments)
     answer = op.redispatch(keys, *copies)
     if op.name() == "c10d::send":
         return answer
@@ -49,7 +49,7 @@ def staged(op: OpOverload, keys: DispatchKeySet, *arguments: Any) -> Any:
     def finish(timeout: timedelta | None = None) -> bool:
         work.wait()
         for result, copy in zip(results, outputs(names, copies), strict=True):
-            result.data.view(copy.dtype).copy_(copy)
+            sent(result).copy_(copy)
         return True
 
     if op.name().startswith("c10d::recv_"):
@@ -61,10 +61,9 @@ def staged(op: OpOverload, keys: DispatchKeySet, *arguments: Any) -> Any:
     return (arguments[0], ended) if isinstance(answer, tuple) else ended
 
 
-def to_host(x: Tensor, is_reduced: bool) -> Tensor:
-    """A copy. Codes travel as bytes, as long as nothing is computed on them."""
-    x = x.detach()
-    return (x if is_reduced or x.itemsize > 1 else x.view(torch.uint8)).to("cpu", copy=True)
+def as_sent(x: Tensor, is_reduced: bool) -> Tensor:
+    """The same memory, without autograd. Codes travel as bytes, as long as nothing is computed on them."""
+    return x.data if is_reduced or x.itemsize > 1 else x.data.view(torch.uint8)
 
 
 def outputs(names: list[str], arguments: Any) -> list[Tensor]:

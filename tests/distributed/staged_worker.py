@@ -10,6 +10,8 @@ import torch.distributed as dist
 from checks import check, same
 from torch import Tensor
 
+from duotone import recipes
+
 staged.install("CPU", "CUDA")  # gloo has both devices, so the copies reach it as if they came from the other one
 OP = dist.ReduceOp
 SENT = [[1, 2], [3, 4]]
@@ -97,6 +99,15 @@ def a_rank_may_wait_for_what_it_gets_before_it_sends(folder: Path) -> None:
         assert work is not None
         work.wait()
     same(got.float(), both[other].float(), "received")
+
+
+@check
+def quantized_tensors_of_a_list_are_written(folder: Path) -> None:
+    """Lists of lists hide them from torch's dispatcher, so the collective gets them as they are."""
+    mxfp8, one = recipes.load("mxfp8")(None), torch.ones(64, 32, dtype=torch.bfloat16)
+    gathered = [mxfp8.quantize(one) for _ in range(2)]
+    dist.all_gather(gathered, one * 2 ** (1 + dist.get_rank()))
+    same(torch.stack([each.dequantize() for each in gathered]), torch.stack([2 * one, 4 * one]))
 
 
 @check
