@@ -80,9 +80,9 @@ def parallel(tensors: list[Tensor], dims: list[int]) -> Iterator[None]:
             yield
 
 
-def near(got: Tensor, want: Tensor, what: str, bound: float) -> None:
-    assert got.shape == want.shape, f"{what}: {got.shape}, {want.shape}"
-    error = (got - want).float().norm() / want.float().norm()
+def near(result: Tensor, want: Tensor, what: str, bound: float) -> None:
+    assert result.shape == want.shape, f"{what}: {result.shape}, {want.shape}"
+    error = (result - want).float().norm() / want.float().norm()
     assert error <= bound, f"{what}: {error}"
 
 
@@ -106,13 +106,15 @@ def compare(
     of_parameters = [parameter.grad for parameter in m.parameters()]
     m.zero_grad()
     shards = [*(x.clone() for x in inputs), dy.clone(), want.detach().clone(), *(leaf.grad.clone() for leaf in leaves)]
-    mine = {name: options[name].clone() for name in shards_of}
-    with parallel([*shards, *mine.values()], [0] * len(shards) + list(shards_of.values())):
+    cut = {name: options[name].clone() for name in shards_of}
+    with parallel([*shards, *cut.values()], [0] * len(shards) + list(shards_of.values())):
         leaves = [x.clone().requires_grad_() for x in shards[: len(inputs)]]
-        y = m(*leaves, **{**options, **mine})
+        y = m(*leaves, **{**options, **cut})
         y.backward(shards[len(inputs)])
-        for at, (got, right) in enumerate(zip([y, *(x.grad for x in leaves)], shards[len(inputs) + 1 :], strict=True)):
-            near(got, right, f"{what} {at}", bound)
+        for at, (result, right) in enumerate(
+            zip([y, *(x.grad for x in leaves)], shards[len(inputs) + 1 :], strict=True)
+        ):
+            near(result, right, f"{what} {at}", bound)
     for parameter, right in zip(m.parameters(), of_parameters, strict=True):
         dist.all_reduce(parameter.grad)  # each rank saw its tokens
         near(parameter.grad, right, f"{what}, gradient of a parameter", bound)
@@ -272,8 +274,8 @@ def ranks_agree_on_what_pays(folder: Path) -> None:
     is_first = dist.get_rank() == 0
     for tokens in (NEVER, 2):
         least = LeastTokens(tokens, tokens, NEVER, NEVER)
-        mine = least if is_first else LeastTokens(0, 0, 0, 0)
-        answers = {"is_measured": lambda *_: is_first, "least_tokens": lambda *_: mine}  # noqa: B023
+        least_of_rank = least if is_first else LeastTokens(0, 0, 0, 0)
+        answers = {"is_measured": lambda *_: is_first, "least_tokens": lambda *_: least_of_rank}  # noqa: B023
         with (
             mock.patch.multiple(AttentionProblem, **answers),
             mock.patch.multiple(picks, HALF=(DTYPE,), MEASURED_HEADS=0, RING_TOKENS=0),
@@ -313,8 +315,8 @@ def compiled_code_sends_codes_round(folder: Path) -> None:
                     y = run(*leaves, **options)
                     y.square().sum().backward()
                     sides.append((y, *(x.grad for x in leaves)))
-                for got, right in zip(*sides, strict=True):
-                    near(got, right, kind, 0.0)
+                for result, right in zip(*sides, strict=True):
+                    near(result, right, kind, 0.0)
         assert counter.frame_count == before + 1, f"{kind}: {counter.frame_count} graphs"
 
 

@@ -25,20 +25,20 @@ BOUNDS = {"bf16": 1e-5, "mxfp8": 2e-2, "fp8-rowwise": 0.1, "fp8-current": 0.1}
 cut by features are those of a shard, which moves many: E5M2 has steps of a quarter."""
 
 
-def mine(t: Tensor, axis: int) -> Tensor:
+def piece_of_rank(t: Tensor, axis: int) -> Tensor:
     return t.chunk(dist.get_world_size(), axis)[dist.get_rank()]
 
 
 def shard(name: str, t: Tensor) -> Tensor:
     """This rank's part of a parameter of the whole module."""
     if name.endswith(COLUMNS):
-        return mine(t, 0)
-    return mine(t, 1) if name.endswith(ROWS) else t
+        return piece_of_rank(t, 0)
+    return piece_of_rank(t, 1) if name.endswith(ROWS) else t
 
 
-def near(got: Tensor, want: Tensor, bound: float, what: str) -> None:
-    error = (got - want).norm() / want.norm()
-    assert got.shape == want.shape and error <= bound, f"{what}: {error}"
+def near(result: Tensor, want: Tensor, bound: float, what: str) -> None:
+    error = (result - want).norm() / want.norm()
+    assert result.shape == want.shape and error <= bound, f"{what}: {error}"
 
 
 def compare(build: Callable[..., nn.Module], sequence: bool, bound: float, what: str) -> None:
@@ -47,15 +47,15 @@ def compare(build: Callable[..., nn.Module], sequence: bool, bound: float, what:
     part = build(set_parallel_mode=True, tp_group=dist.group.WORLD, sequence_parallel=sequence)
     part.load_state_dict({key: shard(key, value) for key, value in whole.state_dict().items()})
     x, dy = torch.randn(64, 2, 128, requires_grad=True), torch.randn(64, 2, 128)
-    own = (mine(x, 0) if sequence else x).detach().requires_grad_()
-    expected, out = whole(x), part(own)
+    leaf = (piece_of_rank(x, 0) if sequence else x).detach().requires_grad_()
+    expected, out = whole(x), part(leaf)
     expected.backward(dy)
-    out.backward(mine(dy, 0) if sequence else dy)
-    near(out, mine(expected, 0) if sequence else expected, bound, f"{what}, output")
-    near(own.grad, mine(x.grad, 0) if sequence else x.grad, bound, f"{what}, gradient of the input")
-    for (key, ours), theirs in zip(part.named_parameters(), whole.parameters(), strict=True):
+    out.backward(piece_of_rank(dy, 0) if sequence else dy)
+    near(out, piece_of_rank(expected, 0) if sequence else expected, bound, f"{what}, output")
+    near(leaf.grad, piece_of_rank(x.grad, 0) if sequence else x.grad, bound, f"{what}, gradient of the input")
+    for (key, parameter), twin in zip(part.named_parameters(), whole.parameters(), strict=True):
         if key.endswith((*COLUMNS, *ROWS)) and "bias" not in key:
-            near(ours.grad, shard(key, theirs.grad), bound, f"{what}, gradient of {key}")
+            near(parameter.grad, shard(key, twin.grad), bound, f"{what}, gradient of {key}")
 
 
 def modules(recipe: Any) -> dict[str, Callable[..., nn.Module]]:
@@ -82,16 +82,28 @@ def a_norm_before_a_column_parallel_linear_gives_the_whole_one(folder: Path) -> 
         split = {"parallel_mode": "column", "tp_group": dist.group.WORLD, "sequence_parallel": sequence}
         part = duotone.LayerNormLinear(128, 256, **options, **split)
         is_cut = {"weight", "bias"}
-        part.load_state_dict({key: mine(t, 0) if key in is_cut else t for key, t in whole.state_dict().items()})
+        part.load_state_dict(
+            {key: piece_of_rank(t, 0) if key in is_cut else t for key, t in whole.state_dict().items()}
+        )
         x, dy = torch.randn(128, 128, requires_grad=True), torch.randn(128, 256)
-        own = (mine(x, 0) if sequence else x).detach().requires_grad_()
-        y, out = whole(x), part(own)
+        leaf = (piece_of_rank(x, 0) if sequence else x).detach().requires_grad_()
+        y, out = whole(x), part(leaf)
         y.backward(dy)
-        out.backward(mine(dy, 1))
+        out.backward(piece_of_rank(dy, 1))
         bound = BOUNDS[recipe]
-        near(out, mine(y, 1), bound, f"{recipe}, {sequence}, output")
-        near(own.grad, mine(x.grad, 0) if sequence else x.grad, bound, f"{recipe}, {sequence}, gradient of the input")
-        near(part.weight.grad, mine(whole.weight.grad, 0), bound, f"{recipe}, {sequence}, gradient of the weight")
+        near(out, piece_of_rank(y, 1), bound, f"{recipe}, {sequence}, output")
+        near(
+            leaf.grad,
+            piece_of_rank(x.grad, 0) if sequence else x.grad,
+            bound,
+            f"{recipe}, {sequence}, gradient of the input",
+        )
+        near(
+            part.weight.grad,
+            piece_of_rank(whole.weight.grad, 0),
+            bound,
+            f"{recipe}, {sequence}, gradient of the weight",
+        )
 
 
 if __name__ == "__main__":

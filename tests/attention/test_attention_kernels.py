@@ -177,9 +177,9 @@ def test_backward_in_high_precision_runs_in_torchs_kernel_on_decoded_planes(kern
     z = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
     z.backward(torch.ones_like(z))
     assert torch.allclose(y, z.transpose(1, 2).flatten(2), atol=1e-5)
-    for ours, theirs in zip(x, leaves, strict=True):
-        error = ours.grad - theirs.grad.transpose(1, 2)
-        assert error.norm() < 0.05 * theirs.grad.norm()  # the output is kept in E4M3
+    for leaf, reference in zip(x, leaves, strict=True):
+        error = leaf.grad - reference.grad.transpose(1, 2)
+        assert error.norm() < 0.05 * reference.grad.norm()  # the output is kept in E4M3
 
 
 def test_the_plan_of_an_absent_gpu_names_its_kernels() -> None:

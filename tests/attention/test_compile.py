@@ -38,10 +38,10 @@ def compare(eager: nn.Module, *inputs: Tensor, **options) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     run = torch.compile(compiled, fullgraph=True, backend=counter)
     for _ in range(2):
-        for ours, theirs in zip(
+        for result, expected in zip(
             step(run, compiled, *inputs, **options), step(eager, eager, *inputs, **options), strict=True
         ):
-            assert torch.equal(ours, theirs)
+            assert torch.equal(result, expected)
     assert counter.frame_count == 1
 
 
@@ -173,8 +173,8 @@ def test_a_checkpoint_and_calls_without_gradients_record_delayed_scales_as_eager
             run(x).float().square().sum().backward()
         return [*[x.grad for x in leaves], *core.buffers()]
 
-    got, expected = (
+    result, expected = (
         train(compiled, partial(torch.compile, backend="aot_eager", fullgraph=True)),
         train(eager, lambda f: f),
     )
-    assert all(map(torch.equal, got, expected))
+    assert all(map(torch.equal, result, expected))

@@ -20,8 +20,8 @@ def test_a_compiled_layer_under_nvfp4_equals_eager(dtype: torch.dtype) -> None:
     per cent of a gradient, all of that of the bias of the keys, which is 0 but for rounding.
     """
     torch._dynamo.reset()
-    own = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": dtype, "attn_input_format": "bshd"}
-    eager = duotone.TransformerLayer(32, 48, 2, recipe=recipes.load("nvfp4"), name="layer", **own)
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": dtype, "attn_input_format": "bshd"}
+    eager = duotone.TransformerLayer(32, 48, 2, recipe=recipes.load("nvfp4"), name="layer", **options)
     compiled = copy.deepcopy(eager)
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
     for _ in range(2):
@@ -43,8 +43,8 @@ def test_a_compiled_layer_under_nvfp4_equals_eager(dtype: torch.dtype) -> None:
 def test_equal_layers_share_a_graph_for_each_flag(name: str) -> None:
     """Layers that met a recipe before, and layers that never did: all of them are asked when the first is traced."""
     torch._dynamo.reset()
-    own = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": torch.bfloat16}
-    layers = [duotone.TransformerLayer(32, 48, 2, **own) for _ in range(3)]
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": torch.bfloat16}
+    layers = [duotone.TransformerLayer(32, 48, 2, **options) for _ in range(3)]
     x, recipe = torch.randn(8, 2, 32).bfloat16(), recipes.load(name)
     counter = CompileCounterWithBackend("aot_eager")
     with duotone.autocast(recipe=recipe):
@@ -71,10 +71,15 @@ def test_more_layers_than_dynamo_compiles_share_a_graph_of_attention_in_low_prec
 ) -> None:
     """Dynamo gives up after 8 graphs of one function. Another model under another recipe compiles once beside it."""
     torch._dynamo.reset()
-    own = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True, "qkv_weight_interleaved": False}
+    options = {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "fuse_qkv_params": True,
+        "qkv_weight_interleaved": False,
+    }
     low = scaling(fp8_dpa=True, fp8_mha=True)
     plain = duotone.Float8CurrentScaling()
-    models = [nn.Sequential(*(duotone.TransformerLayer(16, 16, 1, **own) for _ in range(n))) for n in (9, 2)]
+    models = [nn.Sequential(*(duotone.TransformerLayer(16, 16, 1, **options) for _ in range(n))) for n in (9, 2)]
     x = torch.randn(4, 1, 16, requires_grad=True)
     eager = copy.deepcopy(models)
     counter = CompileCounterWithBackend("eager")

@@ -17,25 +17,25 @@ def both(module, inputs: list[Tensor], **options) -> list[list[Tensor]]:
     """Output and gradients in fp32 on the CPU, and in the inputs' dtype on the GPU."""
     results = []
     for device in ("cpu", "cuda"):
-        own = copy.deepcopy(module).to(device)
-        own = own.float() if device == "cpu" else own
+        copied = copy.deepcopy(module).to(device)
+        copied = copied.float() if device == "cpu" else copied
         leaves = [(x.float() if device == "cpu" else x).to(device, copy=True).requires_grad_() for x in inputs]
-        there = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in options.items()}
-        out = own(*leaves, **there)
+        moved = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in options.items()}
+        out = copied(*leaves, **moved)
         out.float().square().sum().backward()
         results.append([out, *(x.grad for x in leaves)])
     return results
 
 
 def near(results: list[list[Tensor]], bound: float) -> None:
-    for want, got in zip(*results, strict=True):
-        assert got.isfinite().all() and (got.cpu().float() - want).norm() <= bound * want.norm()
+    for want, result in zip(*results, strict=True):
+        assert result.isfinite().all() and (result.cpu().float() - want).norm() <= bound * want.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("widths", [(64, 64), (64, 32)])
 @pytest.mark.parametrize(
-    ("kind", "window", "given"),
+    ("kind", "window", "arguments"),
     [
         ("no_mask", None, {}),
         ("causal", None, {}),
@@ -45,12 +45,12 @@ def near(results: list[list[Tensor]], bound: float) -> None:
         ("arbitrary", None, {"attention_mask": torch.arange(128)[:, None] < torch.arange(128) + 5}),
     ],
 )
-def test_dot_product_attention(kind, window, given, widths, dtype) -> None:
+def test_dot_product_attention(kind, window, arguments, widths, dtype) -> None:
     """The arbitrary mask leaves queries without any key."""
     core = DotProductAttention(8, widths, num_gqa_groups=2, attn_mask_type=kind, window_size=window, qkv_format="bshd")
     shapes = ((8, widths[0]), (2, widths[0]), (2, widths[1]))
     inputs = [torch.randn(2, 128, *shape).to(dtype) for shape in shapes]
-    near(both(core, inputs, **given), 1e-2 if dtype is torch.float32 else 3e-2)
+    near(both(core, inputs, **arguments), 1e-2 if dtype is torch.float32 else 3e-2)
 
 
 def test_packed_sequences() -> None:

@@ -68,21 +68,21 @@ def test_gradients_are_those_of_the_reference() -> None:
     query, key, value = (x.requires_grad_() for x in (heads(), heads(count=2), heads(count=2)))
     dy = torch.randn(BATCH, QUERIES, HEADS * WIDTH)
     out = module(num_gqa_groups=2, window_size=(3, 0))(query, key, value)
-    got = torch.autograd.grad(out, (query, key, value), dy)
+    gradients = torch.autograd.grad(out, (query, key, value), dy)
     expected = reference(query, key, value, lambda b, i, j: i - 3 <= j <= i)
-    for ours, theirs in zip(got, torch.autograd.grad(expected, (query, key, value), dy.double()), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for gradient, exact in zip(gradients, torch.autograd.grad(expected, (query, key, value), dy.double()), strict=True):
+        torch.testing.assert_close(gradient, exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "causal"), [("no_mask", False), ("causal", True)])
 def test_without_a_mask_of_its_own_it_is_torchs_attention_bit_for_bit(name, causal) -> None:
     query, key, value = (heads().bfloat16().requires_grad_() for _ in range(3))
-    ours = module(attn_mask_type=name)(query, key, value)
+    output = module(attn_mask_type=name)(query, key, value)
     views = (x.transpose(1, 2) for x in (query, key, value))
-    theirs = F.scaled_dot_product_attention(*views, is_causal=causal).transpose(1, 2).flatten(2)
-    assert torch.equal(ours, theirs)
-    dy = torch.randn_like(ours)
-    for a, b in zip(*(torch.autograd.grad(y, (query, key, value), dy) for y in (ours, theirs)), strict=True):
+    reference = F.scaled_dot_product_attention(*views, is_causal=causal).transpose(1, 2).flatten(2)
+    assert torch.equal(output, reference)
+    dy = torch.randn_like(output)
+    for a, b in zip(*(torch.autograd.grad(y, (query, key, value), dy) for y in (output, reference)), strict=True):
         assert torch.equal(a, b)
 
 
@@ -223,8 +223,8 @@ def test_packed_sequences_equal_each_sequence_alone(name, window) -> None:
         part = [x[begin:end][None] for x in (query, key, value)]
         alone = attention(*part, attn_mask_type="no_mask" if name == "padding" else "causal")
         torch.testing.assert_close(out[begin:end], alone[0], **CLOSE)
-        for got, want in zip(grads, torch.autograd.grad(alone, part, dy[begin:end][None]), strict=True):
-            torch.testing.assert_close(got[begin:end], want[0], rtol=1e-4, atol=1e-5)
+        for result, want in zip(grads, torch.autograd.grad(alone, part, dy[begin:end][None]), strict=True):
+            torch.testing.assert_close(result[begin:end], want[0], rtol=1e-4, atol=1e-5)
     assert not any(grad[10:].any() for grad in grads)
 
 
@@ -266,7 +266,7 @@ def test_batches_and_sequences_of_nothing_give_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"attn_mask_type": "triangle"}, "'triangle' is unknown; allowed are 'no_mask', 'causal'"),
         ({"qkv_format": "bhsd"}, "'bhsd' is unknown; allowed are 'sbhd', 'bshd' and 'thd'"),
@@ -279,9 +279,9 @@ def test_batches_and_sequences_of_nothing_give_nothing() -> None:
         ({"num_gqa_groups": -2}, "num_gqa_groups -2 does not divide"),
     ],
 )
-def test_a_wrong_argument_is_one_line(given, message) -> None:
+def test_a_wrong_argument_is_one_line(options, message) -> None:
     with pytest.raises(UserError) as error:
-        DotProductAttention(**{"num_attention_heads": HEADS, "kv_channels": WIDTH, **given})
+        DotProductAttention(**{"num_attention_heads": HEADS, "kv_channels": WIDTH, **options})
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -290,7 +290,7 @@ MASK = torch.zeros(2, 7, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
-    ("changed", "given", "message"),
+    ("changed", "options", "message"),
     [
         ({"query": heads(count=3)}, {}, "got (2, 7, 3, 8)"),
         ({"key": heads(width=6)}, {}, "of one batch and floating dtype"),
@@ -315,10 +315,10 @@ MASK = torch.zeros(2, 7, dtype=torch.bool)
         ),
     ],
 )
-def test_a_wrong_call_is_one_line(changed, given, message) -> None:
+def test_a_wrong_call_is_one_line(changed, options, message) -> None:
     inputs = {"query": heads(), "key": heads(), "value": heads(), **changed}
     with pytest.raises(UserError) as error:
-        module(name="a.core")(*inputs.values(), **given)
+        module(name="a.core")(*inputs.values(), **options)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 

@@ -42,10 +42,10 @@ def attention(recipe, **options) -> MultiheadAttention:
 @pytest.mark.parametrize("options", [{}, {"qkv_format": "bshd"}, {"input_layernorm": True}])
 def test_neighbours_encode_for_attention_and_attention_does_not_again(encodes, options) -> None:
     x = torch.randn(12, 12, 64)
-    ours = step(attention(FP8, **options), x)
+    results = step(attention(FP8, **options), x)
     assert encodes == [(12, 2, 2, 12, 16)]  # the output, which backward keeps
     plain = step(attention(duotone.HighPrecision(), **options), x)
-    for one, other in zip(ours, plain, strict=True):
+    for one, other in zip(results, plain, strict=True):
         if other.norm() < 1e-4 * plain[2].norm():  # a shift of all keys, which attention does not see
             continue
         assert torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.98
@@ -80,8 +80,8 @@ def test_a_compiled_layer_has_the_bits_of_an_eager_one() -> None:
     torch._dynamo.reset()
     module, x = attention(FP8), torch.randn(12, 2, 64)
     run = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for ours, theirs in zip(step(module, x, run), step(module, x), strict=True):
-        assert torch.equal(ours, theirs)
+    for result, expected in zip(step(module, x, run), step(module, x), strict=True):
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -16,7 +16,7 @@ BATCH, TOKENS, HIDDEN, HEADS, FFN = 2, 6, 32, 4, 48
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
-def made(**options) -> TransformerLayer:
+def build(**options) -> TransformerLayer:
     """Small, without dropout, with biases and norms that are not neutral."""
     plain = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "attn_input_format": "bshd", "fuse_qkv_params": True}
     layer = TransformerLayer(HIDDEN, FFN, HEADS, **{**plain, "qkv_weight_interleaved": False, **options})
@@ -87,7 +87,7 @@ def reference(layer: TransformerLayer, x: Tensor, encoder: Tensor | None, post: 
     ],
 )
 def test_each_arrangement_equals_the_reference_with_gradients(kind, post, out_norm, beside) -> None:
-    layer = made(
+    layer = build(
         layer_type=kind,
         apply_residual_connection_post_layernorm=post,
         output_layernorm=out_norm,
@@ -97,15 +97,15 @@ def test_each_arrangement_equals_the_reference_with_gradients(kind, post, out_no
     out = layer(x, encoder_output=encoder)
     expected = reference(layer, x, encoder, post, out_norm, beside)
     torch.testing.assert_close(out.double(), expected, **CLOSE)
-    dy, wanted = torch.randn_like(out), (x, *layer.parameters())
-    got = torch.autograd.grad(out, wanted, dy)
-    for ours, theirs in zip(got, torch.autograd.grad(expected, wanted, dy.double()), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    dy, leaves = torch.randn_like(out), (x, *layer.parameters())
+    gradients = torch.autograd.grad(out, leaves, dy)
+    for gradient, exact in zip(gradients, torch.autograd.grad(expected, leaves, dy.double()), strict=True):
+        torch.testing.assert_close(gradient, exact, rtol=1e-3, atol=1e-4)
 
 
 def test_high_precision_is_its_parts_bit_for_bit() -> None:
     """The identity recipe: F.layer_norm, F.linear, torch's attention and residual sums, in bfloat16."""
-    layer = made(params_dtype=torch.bfloat16, recipe=recipes.load("bf16"))
+    layer = build(params_dtype=torch.bfloat16, recipe=recipes.load("bf16"))
     x = states().bfloat16().requires_grad_()
     out = layer(x)
     attention, block = layer.self_attention, layer.layernorm_mlp
@@ -113,19 +113,19 @@ def test_high_precision_is_its_parts_bit_for_bit() -> None:
     qkv = F.linear(F.layer_norm(x, width, first.layer_norm_weight, first.layer_norm_bias), first.weight, first.bias)
     heads = qkv.view(BATCH, TOKENS, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
     mixed = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
-    theirs = x + F.linear(mixed, attention.proj.weight, attention.proj.bias)
-    wide = F.layer_norm(theirs, width, block.layer_norm_weight, block.layer_norm_bias)
+    reference = x + F.linear(mixed, attention.proj.weight, attention.proj.bias)
+    wide = F.layer_norm(reference, width, block.layer_norm_weight, block.layer_norm_bias)
     inner = F.gelu(F.linear(wide, block.fc1.weight, block.fc1.bias), approximate="tanh")
-    theirs = theirs + F.linear(inner, block.fc2.weight, block.fc2.bias)
-    assert torch.equal(out, theirs)
-    dy, wanted = torch.randn_like(out), (x, *layer.parameters())
-    for a, b in zip(*(torch.autograd.grad(y, wanted, dy) for y in (out, theirs)), strict=True):
+    reference = reference + F.linear(inner, block.fc2.weight, block.fc2.bias)
+    assert torch.equal(out, reference)
+    dy, leaves = torch.randn_like(out), (x, *layer.parameters())
+    for a, b in zip(*(torch.autograd.grad(y, leaves, dy) for y in (out, reference)), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-delayed", "nvfp4-linear-fp8-dpa"])
 def test_a_quantized_layer_stays_near_high_precision_and_learns(name) -> None:
-    layer = made(activation="swiglu", normalization="RMSNorm", num_gqa_groups=2, name="tl")
+    layer = build(activation="swiglu", normalization="RMSNorm", num_gqa_groups=2, name="tl")
     x, target = states(), states()
     expected = layer(x).detach()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
@@ -143,7 +143,7 @@ def test_a_quantized_layer_stays_near_high_precision_and_learns(name) -> None:
 
 
 def test_rotary_masks_and_windows_reach_self_attention() -> None:
-    layer, x = made(), states()
+    layer, x = build(), states()
     angles = RotaryPositionEmbedding(HIDDEN // HEADS)(TOKENS)
     plain = layer(x)
     assert not torch.allclose(layer(x, rotary_pos_emb=angles), plain)
@@ -155,7 +155,7 @@ def test_rotary_masks_and_windows_reach_self_attention() -> None:
 
 
 def test_decoders_mask_the_encoder() -> None:
-    layer, x, encoder = made(layer_type="decoder"), states(), states(9)
+    layer, x, encoder = build(layer_type="decoder"), states(), states(9)
     hidden = torch.zeros(BATCH, 1, TOKENS, 9, dtype=torch.bool)
     hidden[..., 5:] = True
     out = layer(x, encoder_output=encoder, enc_dec_attn_mask=hidden, enc_dec_attn_mask_type="arbitrary")
@@ -166,8 +166,8 @@ def test_decoders_mask_the_encoder() -> None:
 
 
 def test_packed_decoders_meet_their_own_part_of_the_encoder() -> None:
-    layer = made(layer_type="decoder", enc_dec_attn_mask_type="padding")
-    packed = made(layer_type="decoder", attn_input_format="thd", enc_dec_attn_mask_type="padding")
+    layer = build(layer_type="decoder", enc_dec_attn_mask_type="padding")
+    packed = build(layer_type="decoder", attn_input_format="thd", enc_dec_attn_mask_type="padding")
     packed.load_state_dict(layer.state_dict())
     x, encoder = states()[0], states(9)[0]
     cu_q, cu_kv = torch.tensor([0, 2, 6]), torch.tensor([0, 5, 9])
@@ -179,16 +179,16 @@ def test_packed_decoders_meet_their_own_part_of_the_encoder() -> None:
 
 @pytest.mark.parametrize("name", ["hidden_dropout", "attention_dropout", "drop_path_rate"])
 def test_dropouts_act_in_training_alone(name) -> None:
-    layer, x = made(**{name: 0.5}), states()
+    layer, x = build(**{name: 0.5}), states()
     assert not torch.equal(layer(x), layer(x))
-    twin = made()
+    twin = build()
     twin.load_state_dict(layer.state_dict())
     assert torch.equal(layer.eval()(x), twin(x))
 
 
 @pytest.mark.parametrize("layout", ["bshd", "sbhd"])
 def test_drop_path_drops_branches_of_whole_samples_and_scales_the_rest(layout) -> None:
-    layer = made(drop_path_rate=0.5, attn_input_format=layout)
+    layer = build(drop_path_rate=0.5, attn_input_format=layout)
     out = torch.ones(64, 3, 4) if layout == "bshd" else torch.ones(3, 64, 4)
     dropped = layer._add(out, torch.zeros(()))
     samples = dropped if layout == "bshd" else dropped.transpose(0, 1)
@@ -197,7 +197,7 @@ def test_drop_path_drops_branches_of_whole_samples_and_scales_the_rest(layout) -
 
 def test_the_state_dict_and_copies_go_round() -> None:
     options = {"layer_type": "decoder", "output_layernorm": True, "qk_norm_type": "RMSNorm", "fuse_qkv_params": False}
-    layer, other = made(**options), made(**options)
+    layer, other = build(**options), build(**options)
     other.load_state_dict(layer.state_dict())
     x, encoder = states(), states()
     expected = layer(x, encoder_output=encoder)
@@ -227,7 +227,7 @@ def test_arguments_reach_the_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"layer_type": "both"}, "'both' is unknown; allowed are 'encoder' and 'decoder'"),
         ({"hidden_dropout": -0.1}, "hidden_dropout is -0.1"),
@@ -239,16 +239,16 @@ def test_arguments_reach_the_parts() -> None:
         ({"normalization": "BatchNorm", "output_layernorm": True}, "'BatchNorm' is unknown"),
     ],
 )
-def test_a_wrong_argument_is_one_line(given, message) -> None:
+def test_a_wrong_argument_is_one_line(options, message) -> None:
     with pytest.raises(UserError) as error:
-        made(**given)
+        build(**options)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_an_encoders_output_is_for_decoders_alone() -> None:
     for kind, inputs in (("encoder", {"encoder_output": states()}), ("decoder", {})):
         with pytest.raises(UserError, match="encoder_output is for layer_type 'decoder'"):
-            made(layer_type=kind)(states(), **inputs)
+            build(layer_type=kind)(states(), **inputs)
 
 
 def test_a_mask_that_does_not_fit_moves_no_seed() -> None:

@@ -218,8 +218,8 @@ def test_products_multiply_what_their_formats_hold(recipe, case) -> None:
     shape, chosen = CASES[case], RECIPES[recipe]
     x = heads_of(shape)
     limit = 6e-3 if shape.dtype is torch.bfloat16 else 2e-3
-    for ours, theirs in zip(run(core_for(shape, chosen), shape, x), oracle(shape, chosen, x), strict=True):
-        assert error(ours, theirs) < limit
+    for result, expected in zip(run(core_for(shape, chosen), shape, x), oracle(shape, chosen, x), strict=True):
+        assert error(result, expected) < limit
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES.values(), recipes.load("nvfp4-linear-fp8-dpa"), "fp8-current", "mxfp8"])
@@ -233,5 +233,5 @@ def test_gradients_point_where_those_of_float64_do(recipe) -> None:
     y = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
     y.backward(x[3].double())
     plain = [y.detach(), *(t.grad for t in leaves)]
-    for ours, theirs in zip(run(core_for(case, recipe), case, x), plain, strict=True):
-        assert F.cosine_similarity(ours.double().flatten(), theirs.flatten(), dim=0) > 0.99
+    for result, expected in zip(run(core_for(case, recipe), case, x), plain, strict=True):
+        assert F.cosine_similarity(result.double().flatten(), expected.flatten(), dim=0) > 0.99

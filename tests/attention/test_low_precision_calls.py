@@ -128,10 +128,10 @@ def test_a_compiled_call_has_the_bits_of_an_eager_one(recipe, dropout) -> None:
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
     for seed in range(2):
         torch.manual_seed(seed)
-        ours = step(run, heads(seed=seed))
+        results = step(run, heads(seed=seed))
         torch.manual_seed(seed)
-        theirs = step(eager, heads(seed=seed))
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        expected = step(eager, heads(seed=seed))
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(eager.buffers(), compiled.buffers(), strict=True))
 
 
@@ -150,23 +150,24 @@ def test_a_backward_override_changes_gradients_alone(override) -> None:
     recipe = duotone.Float8CurrentScaling(fp8_dpa=True, backward_override=override)
     rows = {row.gemm: (row.a, row.b) for row in core(recipe).plan_rows(recipe)}
     codes, plain = "fp8_e4m3_tensor", "identity"
-    held = codes if override == "dequantized" else plain
-    assert rows["QK^T again"] == (codes, codes) and rows["dO V^T"] == (plain, held)
-    assert rows["dS K"] == (plain, held) and rows["P^T dO"] == (plain, plain)
-    ours, default = step(core(recipe), heads()), step(core(CURRENT), heads())
-    assert torch.equal(ours[0], default[0]) and not torch.equal(ours[3], default[3])
+    gradient = codes if override == "dequantized" else plain
+    assert rows["QK^T again"] == (codes, codes) and rows["dO V^T"] == (plain, gradient)
+    assert rows["dS K"] == (plain, gradient) and rows["P^T dO"] == (plain, plain)
+    overridden, default = step(core(recipe), heads()), step(core(CURRENT), heads())
+    assert torch.equal(overridden[0], default[0]) and not torch.equal(overridden[3], default[3])
 
 
 def test_a_quantizer_that_encodes_by_itself_is_refused_in_one_line() -> None:
-    class Own(duotone.Quantizer):
+    class SelfEncoding(duotone.Quantizer):
         def encode(self, x, usage, ctx):
             raise AssertionError
 
     recipe = duotone.CustomRecipe(
-        qfactory=lambda role: Own() if role and role.module_type == "dpa" else duotone.Quantizer(), fp8_dpa=True
+        qfactory=lambda role: SelfEncoding() if role and role.module_type == "dpa" else duotone.Quantizer(),
+        fp8_dpa=True,
     )
     with pytest.raises(
-        RecipeError, match=r"attention takes a duotone\.Quantizer for qkv, whose formats it reads; got Own"
+        RecipeError, match=r"attention takes a duotone\.Quantizer for qkv, whose formats it reads; got SelfEncoding"
     ):
         core(recipe)(*heads())
 

@@ -17,7 +17,7 @@ BATCH, TOKENS, HIDDEN, HEADS, GROUPS, WIDTH = 2, 6, 32, 4, 2, 8
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
-def made(**options) -> MultiheadAttention:
+def build(**options) -> MultiheadAttention:
     """Small, in eval of dropout, with biases and norms that are not neutral."""
     plain = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "attention_dropout": 0.0, "qkv_format": "bshd"}
     module = MultiheadAttention(**{**plain, **options})
@@ -34,10 +34,10 @@ def states(tokens: int = TOKENS) -> Tensor:
 
 def piece(linear, kind: str, rows: slice) -> Tensor:
     """Rows of a projection's weight or bias, where it is one parameter or several, in float64."""
-    own = dict(linear.named_parameters())
-    whole = own.get(kind)
+    parameters = dict(linear.named_parameters())
+    whole = parameters.get(kind)
     if whole is None:
-        whole = torch.cat([p for name, p in own.items() if name.endswith(f"_{kind}") and "norm" not in name])
+        whole = torch.cat([p for name, p in parameters.items() if name.endswith(f"_{kind}") and "norm" not in name])
     return whole[rows].double()
 
 
@@ -73,7 +73,7 @@ Q, K, V = slice(0, HEADS * WIDTH), slice(HEADS * WIDTH, (HEADS + 2) * WIDTH), sl
 @pytest.mark.parametrize("fused", [False, True])
 def test_self_attention_equals_the_reference_with_gradients(fused, kind) -> None:
     options = {"input_layernorm": True, "normalization": kind} if kind else {}
-    module = made(num_gqa_groups=GROUPS, fuse_qkv_params=fused, qkv_weight_interleaved=False, **options)
+    module = build(num_gqa_groups=GROUPS, fuse_qkv_params=fused, qkv_weight_interleaved=False, **options)
     x = states().requires_grad_()
     linear = module.layernorm_qkv if kind else module.qkv
     assert hasattr(module, "layernorm_qkv") == bool(kind) and hasattr(module, "qkv") != bool(kind)
@@ -81,25 +81,25 @@ def test_self_attention_equals_the_reference_with_gradients(fused, kind) -> None
     expected = project(module.proj, attend(*(project(linear, wide, rows) for rows in (Q, K, V))), slice(None))
     out = module(x)
     torch.testing.assert_close(out.double(), expected, **CLOSE)
-    dy, wanted = torch.randn_like(out), (x, *module.parameters())
-    got = torch.autograd.grad(out, wanted, dy)
-    for ours, theirs in zip(got, torch.autograd.grad(expected, wanted, dy.double()), strict=True):
-        torch.testing.assert_close(ours, theirs, **CLOSE)
+    dy, leaves = torch.randn_like(out), (x, *module.parameters())
+    gradients = torch.autograd.grad(out, leaves, dy)
+    for gradient, reference in zip(gradients, torch.autograd.grad(expected, leaves, dy.double()), strict=True):
+        torch.testing.assert_close(gradient, reference, **CLOSE)
 
 
 def test_split_parameters_have_the_names_and_sizes_of_their_kinds() -> None:
-    shapes = {name: tuple(p.shape) for name, p in made(num_gqa_groups=GROUPS).qkv.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in build(num_gqa_groups=GROUPS).qkv.named_parameters()}
     assert shapes == {
         "query_weight": (32, 32), "key_weight": (16, 32), "value_weight": (16, 32),
         "query_bias": (32,), "key_bias": (16,), "value_bias": (16,),
     }  # fmt: skip
-    assert set(dict(made(fuse_qkv_params=True).qkv.named_parameters())) == {"weight", "bias"}
+    assert set(dict(build(fuse_qkv_params=True).qkv.named_parameters())) == {"weight", "bias"}
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_interleaved_rows_are_the_same_attention_group_by_group(groups) -> None:
-    plain = made(num_gqa_groups=groups, fuse_qkv_params=True, qkv_weight_interleaved=False)
-    mixed = made(num_gqa_groups=groups, fuse_qkv_params=True)
+    plain = build(num_gqa_groups=groups, fuse_qkv_params=True, qkv_weight_interleaved=False)
+    mixed = build(num_gqa_groups=groups, fuse_qkv_params=True)
     mixed.load_state_dict(plain.state_dict())
     with torch.no_grad():
         for kind in ("weight", "bias"):
@@ -114,7 +114,7 @@ def test_interleaved_rows_are_the_same_attention_group_by_group(groups) -> None:
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_cross_attention_takes_keys_and_values_from_the_encoder(norm) -> None:
-    module = made(attention_type="cross", attn_mask_type="no_mask", num_gqa_groups=GROUPS, input_layernorm=norm)
+    module = build(attention_type="cross", attn_mask_type="no_mask", num_gqa_groups=GROUPS, input_layernorm=norm)
     x, encoder = states(), states(9)
     linear = module.layernorm_query if norm else module.query_layer
     wide = normed(linear, x.double(), "LayerNorm") if norm else x.double()
@@ -126,21 +126,21 @@ def test_cross_attention_takes_keys_and_values_from_the_encoder(norm) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_high_precision_is_linear_attention_linear_bit_for_bit(dtype) -> None:
-    module = made(fuse_qkv_params=True, qkv_weight_interleaved=False, params_dtype=dtype, recipe=recipes.load("bf16"))
+    module = build(fuse_qkv_params=True, qkv_weight_interleaved=False, params_dtype=dtype, recipe=recipes.load("bf16"))
     x = states().to(dtype).requires_grad_()
     out = module(x)
     heads = F.linear(x, module.qkv.weight, module.qkv.bias).view(BATCH, TOKENS, 3, HEADS, WIDTH)
     mixed = F.scaled_dot_product_attention(*(heads.permute(2, 0, 3, 1, 4)), is_causal=True)
-    theirs = F.linear(mixed.transpose(1, 2).flatten(2), module.proj.weight, module.proj.bias)
-    assert torch.equal(out, theirs)
-    dy, wanted = torch.randn_like(out), (x, *module.parameters())
-    for a, b in zip(*(torch.autograd.grad(y, wanted, dy) for y in (out, theirs)), strict=True):
+    reference = F.linear(mixed.transpose(1, 2).flatten(2), module.proj.weight, module.proj.bias)
+    assert torch.equal(out, reference)
+    dy, leaves = torch.randn_like(out), (x, *module.parameters())
+    for a, b in zip(*(torch.autograd.grad(y, leaves, dy) for y in (out, reference)), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-delayed"])
 def test_a_recipe_quantizes_the_projections_and_leaves_attention_alone(name) -> None:
-    module = made(fuse_qkv_params=True, qkv_weight_interleaved=False, recipe=recipes.load(name))
+    module = build(fuse_qkv_params=True, qkv_weight_interleaved=False, recipe=recipes.load(name))
     twin = copy.deepcopy(module)
     x = states().requires_grad_()
     out = module(x)
@@ -173,7 +173,7 @@ def head_norm(x: Tensor, kind: str, module) -> Tensor:
     [(None, False), *((k, b) for k in ("L2Normalization", "RMSNorm", "LayerNorm") for b in (False, True))],
 )
 def test_heads_are_turned_and_normed_in_the_order_asked(kind, before, rotary) -> None:
-    module = made(num_gqa_groups=GROUPS, qk_norm_type=kind, qk_norm_eps=1e-3, qk_norm_before_rope=before)
+    module = build(num_gqa_groups=GROUPS, qk_norm_type=kind, qk_norm_eps=1e-3, qk_norm_before_rope=before)
     angles = RotaryPositionEmbedding(WIDTH)(TOKENS + 3)
     other = angles * (0.5 if rotary == "pair" else 1.0)
     options = {
@@ -185,8 +185,8 @@ def test_heads_are_turned_and_normed_in_the_order_asked(kind, before, rotary) ->
     x = states()
     parts = [project(module.qkv, x.double(), rows) for rows in (Q, K, V)]
     heads = []
-    for part, norm, own in zip(parts, (module.q_norm, module.k_norm), (angles, other), strict=False):
-        steps = [lambda h, own=own: turned(h, own[:TOKENS])] if rotary != "none" else []
+    for part, norm, turns in zip(parts, (module.q_norm, module.k_norm), (angles, other), strict=False):
+        steps = [lambda h, turns=turns: turned(h, turns[:TOKENS])] if rotary != "none" else []
         steps += [lambda h, norm=norm: head_norm(h, kind, norm)] if kind else []
         head = part.unflatten(-1, (-1, WIDTH))
         for step in reversed(steps) if before else steps:
@@ -197,11 +197,11 @@ def test_heads_are_turned_and_normed_in_the_order_asked(kind, before, rotary) ->
 
 
 def test_layouts_agree_and_packed_sequences_equal_each_alone() -> None:
-    module, x = made(num_gqa_groups=GROUPS), states()
+    module, x = build(num_gqa_groups=GROUPS), states()
     angles = RotaryPositionEmbedding(WIDTH)(TOKENS)
     expected = module(x, rotary_pos_emb=angles)
-    swapped = made(num_gqa_groups=GROUPS, qkv_format="sbhd")
-    packed = made(num_gqa_groups=GROUPS, qkv_format="thd", attn_mask_type="padding_causal")
+    swapped = build(num_gqa_groups=GROUPS, qkv_format="sbhd")
+    packed = build(num_gqa_groups=GROUPS, qkv_format="thd", attn_mask_type="padding_causal")
     for other in (swapped, packed):
         other.load_state_dict(module.state_dict())
     by_sequence = swapped(x.transpose(0, 1), rotary_pos_emb=angles).transpose(0, 1)
@@ -213,29 +213,29 @@ def test_layouts_agree_and_packed_sequences_equal_each_alone() -> None:
 
 
 def test_masks_windows_and_types_of_a_call_reach_attention() -> None:
-    module, x = made(), states()
+    module, x = build(), states()
     hidden = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
     hidden[:, 4:] = True
     out = module(x, hidden, attn_mask_type="padding_causal", window_size=(1, 0))
-    own = made(window_size=(1, 0))
-    own.load_state_dict(module.state_dict())
-    torch.testing.assert_close(out[:, :4], own(x[:, :4]))
+    windowed = build(window_size=(1, 0))
+    windowed.load_state_dict(module.state_dict())
+    torch.testing.assert_close(out[:, :4], windowed(x[:, :4]))
 
 
 def test_returned_biases_and_norms_come_in_transformer_engines_order() -> None:
-    module = made(return_bias=True, input_layernorm=True, return_layernorm_output=True)
+    module = build(return_bias=True, input_layernorm=True, return_layernorm_output=True)
     x = states()
     out, bias, norm = module(x)
     assert bias is module.proj.bias
     torch.testing.assert_close(norm.double(), normed(module.layernorm_qkv, x.double(), "LayerNorm"), **CLOSE)
-    plain = made(input_layernorm=True)
+    plain = build(input_layernorm=True)
     plain.load_state_dict(module.state_dict())
     torch.testing.assert_close(out + bias, plain(x))
-    assert isinstance(made(return_layernorm_output=True)(x), Tensor)
+    assert isinstance(build(return_layernorm_output=True)(x), Tensor)
 
 
 def test_dropout_acts_in_training_alone() -> None:
-    module, x = made(attention_dropout=0.5), states()
+    module, x = build(attention_dropout=0.5), states()
     assert not torch.equal(module(x), module(x))
     module.eval()
     assert torch.equal(module(x), module(x))
@@ -249,7 +249,7 @@ def test_initialisers_fill_their_own_linears() -> None:
 
 def test_the_state_dict_goes_round() -> None:
     options = {"num_gqa_groups": GROUPS, "input_layernorm": True, "qk_norm_type": "RMSNorm"}
-    module, other = made(**options), made(**options)
+    module, other = build(**options), build(**options)
     x = states()
     other.load_state_dict(module.state_dict())
     assert torch.equal(other(x), module(x))
@@ -275,7 +275,7 @@ def test_it_is_built_on_meta_and_filled_later(fused) -> None:
 
 
 def test_is_first_microbatch_reaches_both_linears() -> None:
-    module = made(recipe=recipes.load("mxfp8"), fuse_qkv_params=True)
+    module = build(recipe=recipes.load("mxfp8"), fuse_qkv_params=True)
     x = states()
     first = module(x, is_first_microbatch=True)
     with torch.no_grad():
@@ -286,7 +286,7 @@ def test_is_first_microbatch_reaches_both_linears() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"num_gqa_groups": 3}, "4 heads, 3 groups and 1 ranks do not divide"),
         ({"hidden_size": 30}, "hidden_size 30 does not divide over 4 heads"),
@@ -297,14 +297,14 @@ def test_is_first_microbatch_reaches_both_linears() -> None:
         ({"set_parallel_mode": True}, "needs a tp_group"),
     ],
 )
-def test_a_wrong_argument_is_one_line(given, message) -> None:
+def test_a_wrong_argument_is_one_line(options, message) -> None:
     with pytest.raises(UserError) as error:
-        made(**given)
+        build(**options)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "call", "message"),
+    ("options", "call", "message"),
     [
         ({}, {"encoder_output": states()}, "'self' takes none"),
         ({"attention_type": "cross"}, {}, "'cross', which needs it"),
@@ -314,7 +314,7 @@ def test_a_wrong_argument_is_one_line(given, message) -> None:
         ({}, {"hidden_states": torch.randn(12, 32)}, "got (12, 4, 8)"),
     ],
 )
-def test_a_wrong_call_is_one_line(given, call, message) -> None:
+def test_a_wrong_call_is_one_line(options, call, message) -> None:
     with pytest.raises(UserError) as error:
-        made(**given)(**{"hidden_states": states(), **call})
+        build(**options)(**{"hidden_states": states(), **call})
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -283,10 +283,10 @@ def test_without_a_request_boundaries_stay_unknown_and_go_back_to_it() -> None:
         lambda: module.core_attention.grad_input_quantizer_role,
     )
     module.proj.output_quantizer_role = linear("input", "next")
-    for recipe, known in ((recipes.load("mxfp8"), False), (DPA, True), (recipes.load("bf16"), False)):
+    for recipe, has_roles in ((recipes.load("mxfp8"), False), (DPA, True), (recipes.load("bf16"), False)):
         with duotone.autocast(recipe=recipe):
             module(x)
-        assert all((role() is not None) == known for role in boundaries)
+        assert all((role() is not None) == has_roles for role in boundaries)
     assert module.proj.output_quantizer_role == linear("input", "next")
 
 
@@ -403,9 +403,9 @@ def test_every_module_gives_its_roles_in_one_shape_in_the_order_of_the_table() -
     grouped = duotone.GroupedLinear(2, 32, 32, name="g").get_quantizer_roles("backward")
     assert list(grouped) == ["grad_output.0", "grad_input.0", "grad_output.1", "grad_input.1"]
     chain = duotone.ops.Sequential(duotone.ops.Quantize(True, True), duotone.ops.GELU(), single)
-    wanted = {"0.output": linear("input", ""), **by_name(forward("l"), "2")}
-    wanted |= {"0.grad_input": linear("grad_output", ""), **by_name(backward("l"), "2")}
-    assert list(chain.get_quantizer_roles().items()) == list(wanted.items())
+    expected = {"0.output": linear("input", ""), **by_name(forward("l"), "2")}
+    expected |= {"0.grad_input": linear("grad_output", ""), **by_name(backward("l"), "2")}
+    assert list(chain.get_quantizer_roles().items()) == list(expected.items())
     assert len(duotone.MoE(32, 32, 2).get_quantizer_roles()) == 20
 
 
