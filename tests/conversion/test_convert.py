@@ -148,9 +148,9 @@ def test_torch_autocast_casts_as_it_does_for_nn_linear() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = m(x)
         duotone.convert(m, recipes.load("bf16"))
-        got = m(x)
-    assert got.dtype == torch.bfloat16 and torch.equal(got, expected)
-    got.sum().backward()
+        result = m(x)
+    assert result.dtype == torch.bfloat16 and torch.equal(result, expected)
+    result.sum().backward()
     assert m.weight.grad.dtype == torch.float32
 
 

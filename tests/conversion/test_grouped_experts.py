@@ -45,10 +45,10 @@ def converted(recipe: str) -> nn.Module:
 
 
 def test_bf16_gives_what_the_loop_gives() -> None:
-    mine, loop = run(converted("bf16")), run(GroupedExperts())
-    assert mine.keys() == loop.keys()
+    grouped, loop = run(converted("bf16")), run(GroupedExperts())
+    assert grouped.keys() == loop.keys()
     for name, tensor in loop.items():
-        torch.testing.assert_close(mine[name], tensor, rtol=0.02, atol=0.02 * tensor.abs().max().item(), msg=name)
+        torch.testing.assert_close(grouped[name], tensor, rtol=0.02, atol=0.02 * tensor.abs().max().item(), msg=name)
 
 
 def test_mxfp8_rounds_every_linear_and_keeps_the_state_dict() -> None:

@@ -25,7 +25,7 @@ MXFP8 = recipes.load("mxfp8")
 STRICT = recipes.MXFP8BlockScaling(strict=True)
 
 
-def made(kind: type, config: type, **changes: object) -> nn.Module:
+def build(kind: type, config: type, **changes: object) -> nn.Module:
     return kind(config(**SIZES | changes))
 
 
@@ -59,10 +59,10 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(
     ("model", "head", "hidden"),
     [
-        (lambda: made(BertForMaskedLM, BertConfig), "cls.predictions.decoder", "cls.predictions.transform.dense"),
-        (lambda: made(RobertaForMaskedLM, RobertaConfig), "lm_head.decoder", "lm_head.dense"),
+        (lambda: build(BertForMaskedLM, BertConfig), "cls.predictions.decoder", "cls.predictions.transform.dense"),
+        (lambda: build(RobertaForMaskedLM, RobertaConfig), "lm_head.decoder", "lm_head.dense"),
         (
-            lambda: made(BertForMaskedLM, BertConfig, tie_word_embeddings=False),
+            lambda: build(BertForMaskedLM, BertConfig, tie_word_embeddings=False),
             "cls.predictions.decoder",
             "bert.encoder.layer.1.output.dense",
         ),
@@ -79,7 +79,7 @@ def test_an_output_head_of_any_name_stays_in_high_precision_unless_the_rules_say
 
 def test_a_rule_of_the_users_own_goes_before_a_head_that_was_found() -> None:
     rules = (*OUTPUT_HEAD, Rule(module="cls.*.decoder", format="fp8_e4m3_row"))
-    rows = rows_of(duotone.convert(made(BertForMaskedLM, BertConfig), MXFP8, rules=rules))
+    rows = rows_of(duotone.convert(build(BertForMaskedLM, BertConfig), MXFP8, rules=rules))
     assert rows["cls.predictions.decoder", "fprop"].a == "fp8_e4m3_row"
 
 
@@ -91,7 +91,7 @@ def test_an_embedding_that_is_the_head_without_a_module_is_told_and_refused_unde
 
 
 @pytest.mark.parametrize(
-    ("model", "name", "held"),
+    ("model", "name", "operand"),
     [
         (lambda: nn.MultiheadAttention(32, 2), "", r"MultiheadAttention holds in_proj_weight \(96, 32\)"),
         (lambda: nn.Sequential(nn.LSTM(8, 8)), "0", r"LSTM holds weight_ih_l0 \(32, 8\) and weight_hh_l0 \(32, 8\)"),
@@ -103,12 +103,12 @@ def test_an_embedding_that_is_the_head_without_a_module_is_told_and_refused_unde
     ],
     ids=["attention", "lstm", "vit"],
 )
-def test_a_module_that_holds_matrices_itself_is_a_row_and_refused_under_strict(model, name, held) -> None:
+def test_a_module_that_holds_matrices_itself_is_a_row_and_refused_under_strict(model, name, operand) -> None:
     m = model()
     silent = any(type(module) is nn.Linear for name, module in m.named_modules() if name != "lm_head")
     with nullcontext() if silent else pytest.warns(UserWarning, match="no linear follows recipe mxfp8; left alone: "):
         reason = rows_of(duotone.convert(m, MXFP8))[name, "-"].reason
-    with pytest.raises(RecipeError, match=f"strict: {name} stays in high precision: {held} itself") as raised:
+    with pytest.raises(RecipeError, match=f"strict: {name} stays in high precision: {operand} itself") as raised:
         duotone.convert(model(), STRICT)
     assert reason in str(raised.value) and "\n" not in str(raised.value)
 
@@ -136,7 +136,7 @@ def test_a_rule_for_a_module_that_is_left_alone_is_no_rule_that_matches_nothing(
 
 
 def test_converting_twice_gives_the_same_rules() -> None:
-    m = made(BertForMaskedLM, BertConfig)
+    m = build(BertForMaskedLM, BertConfig)
     first = rows_of(duotone.convert(m, MXFP8))
     assert rows_of(duotone.convert(m, MXFP8)) == first
     assert torch.equal(m.cls.predictions.decoder.weight, m.bert.embeddings.word_embeddings.weight)

@@ -44,15 +44,15 @@ def test_strict_refuses_the_router_unless_a_rule_asks_for_high_precision() -> No
 
 def test_under_identity_outputs_and_gradients_are_those_of_the_plain_model() -> None:
     """But for the sum over tokens in the experts' weight gradients: theirs is another product, in another order."""
-    plain, ours = (
+    plain, converted = (
         gradients(mixtral(), batch(0)),
         gradients(duotone.convert(mixtral(), recipes.load("bf16")), batch(0)),
     )
     experts = [name for name in plain if "experts" in name]
     assert len(experts) == 4
     for name in experts:  # fp32, at most some hundred terms: a few ulp of the largest
-        assert (ours.pop(name) - (want := plain.pop(name))).abs().max() <= 2**-20 * want.abs().max()
-    assert_same_bits(plain, ours)
+        assert (converted.pop(name) - (want := plain.pop(name))).abs().max() <= 2**-20 * want.abs().max()
+    assert_same_bits(plain, converted)
 
 
 def experts_of(model) -> torch.nn.Module:
@@ -92,8 +92,8 @@ def test_experts_keep_their_parameters_and_are_held_quantized_with_their_usages(
     duotone.convert(m, recipes.load("mxfp8"))
     assert list(m.state_dict()) == keys and experts_of(m).gate_up_proj is parameter
     duotone.convert_parameters(m, recipes.load("mxfp8"))
-    held = experts_of(m).gate_up_proj
-    assert held is parameter and isinstance(held, duotone.QuantizedTensor) and tuple(held.shape) == (4, 192, 64)
+    weight = experts_of(m).gate_up_proj
+    assert weight is parameter and isinstance(weight, duotone.QuantizedTensor) and tuple(weight.shape) == (4, 192, 64)
     losses, tokens = [], batch(0)
     optimizer = torch.optim.SGD(m.parameters(), lr=0.02)
     for step in range(4):
@@ -103,7 +103,7 @@ def test_experts_keep_their_parameters_and_are_held_quantized_with_their_usages(
             m.zero_grad()
             m(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
-    assert losses[-1] < losses[0] and held.get_usages() == {"rowwise": True, "columnwise": True}
+    assert losses[-1] < losses[0] and weight.get_usages() == {"rowwise": True, "columnwise": True}
 
 
 @functools.cache

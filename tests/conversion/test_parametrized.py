@@ -24,54 +24,54 @@ class Halved(nn.Module):
 
 
 @pytest.fixture(params=[nn.Linear, Plain])
-def made(request: pytest.FixtureRequest) -> nn.Sequential:
+def model(request: pytest.FixtureRequest) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(request.param(32, 32))
 
 
 @pytest.mark.parametrize("parametrization", [parametrizations.weight_norm, parametrizations.spectral_norm])
-def test_revert_gives_back_a_module_that_was_parametrized_before(made, parametrization) -> None:
-    parametrization(made[0])
-    made.eval()  # spectral_norm steps in training
-    x, kind = torch.randn(4, 32), type(made[0])
-    before = made(x)
-    duotone.convert(made, MXFP8)
+def test_revert_gives_back_a_module_that_was_parametrized_before(model, parametrization) -> None:
+    parametrization(model[0])
+    model.eval()  # spectral_norm steps in training
+    x, kind = torch.randn(4, 32), type(model[0])
+    before = model(x)
+    duotone.convert(model, MXFP8)
     expected = duotone.convert(nn.Sequential(nn.Linear(32, 32)), MXFP8)
     with torch.no_grad():
-        expected[0].weight.copy_(made[0].weight)
-        expected[0].bias.copy_(made[0].bias)
-    assert torch.equal(made(x), expected(x)) and not torch.equal(made(x), before)
-    assert torch.equal(copy.deepcopy(made)(x), made(x))
-    made(x).sum().backward()
-    assert made[0].parametrizations.weight[0] is not None
-    assert any(p.grad is not None and p.grad.any() for p in made[0].parametrizations.parameters())
-    duotone.revert(made)
-    assert type(made[0]) is kind and torch.equal(made(x), before)
-    parametrize.remove_parametrizations(made[0], "weight")
-    assert type(made[0]) is kind.__bases__[0] and torch.equal(made(x), before)
+        expected[0].weight.copy_(model[0].weight)
+        expected[0].bias.copy_(model[0].bias)
+    assert torch.equal(model(x), expected(x)) and not torch.equal(model(x), before)
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    model(x).sum().backward()
+    assert model[0].parametrizations.weight[0] is not None
+    assert any(p.grad is not None and p.grad.any() for p in model[0].parametrizations.parameters())
+    duotone.revert(model)
+    assert type(model[0]) is kind and torch.equal(model(x), before)
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert type(model[0]) is kind.__bases__[0] and torch.equal(model(x), before)
 
 
-def test_a_parametrization_can_be_removed_while_the_module_is_converted(made) -> None:
-    parametrizations.weight_norm(made[0])
-    kind, x = type(made[0]).__bases__[0], torch.randn(4, 32)
-    duotone.convert(made, MXFP8)
-    y = made(x)
-    parametrize.remove_parametrizations(made[0], "weight")
-    assert torch.equal(made(x), y) and isinstance(made[0].weight, nn.Parameter)
-    assert type(duotone.revert(made)[0]) is kind
+def test_a_parametrization_can_be_removed_while_the_module_is_converted(model) -> None:
+    parametrizations.weight_norm(model[0])
+    kind, x = type(model[0]).__bases__[0], torch.randn(4, 32)
+    duotone.convert(model, MXFP8)
+    y = model(x)
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert torch.equal(model(x), y) and isinstance(model[0].weight, nn.Parameter)
+    assert type(duotone.revert(model)[0]) is kind
 
 
-def test_a_parametrization_more_or_less_is_refused_by_revert_and_changes_nothing(made) -> None:
-    parametrizations.weight_norm(made[0])
-    duotone.convert(made, MXFP8)
-    parametrize.register_parametrization(made[0], "bias", Halved())
-    planned = type(made[0])
+def test_a_parametrization_more_or_less_is_refused_by_revert_and_changes_nothing(model) -> None:
+    parametrizations.weight_norm(model[0])
+    duotone.convert(model, MXFP8)
+    parametrize.register_parametrization(model[0], "bias", Halved())
+    planned = type(model[0])
     with pytest.raises(UserError, match="0 was parametrized after it was converted; remove its parametrizations first"):
-        duotone.revert(made)
-    assert type(made[0]) is planned
-    parametrize.remove_parametrizations(made[0], "bias")
-    duotone.revert(made)
-    assert parametrize.is_parametrized(made[0], "weight") and isinstance(made[0].bias, nn.Parameter)
+        duotone.revert(model)
+    assert type(model[0]) is planned
+    parametrize.remove_parametrizations(model[0], "bias")
+    duotone.revert(model)
+    assert parametrize.is_parametrized(model[0], "weight") and isinstance(model[0].bias, nn.Parameter)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
