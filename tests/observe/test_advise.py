@@ -124,8 +124,8 @@ def test_a_format_of_another_recipe_is_proposed_where_it_gains_three_decibels() 
     rows += [row_of("mxfp8", gemm, 30.0) for gemm in PLANES_OF_GEMM]
     gains = {"fprop": -25.0, "dgrad": 2.9, "wgrad": 3.1}
     rows += [row_of("fp8-rowwise", gemm, 30.0 + gain) for gemm, gain in gains.items()]
-    wanted = {"fprop": usual["fprop"], "dgrad": usual["dgrad"], "wgrad": other["wgrad"], "base": "mxfp8"}
-    assert concluded(*rows) == wanted
+    expected = {"fprop": usual["fprop"], "dgrad": usual["dgrad"], "wgrad": other["wgrad"], "base": "mxfp8"}
+    assert concluded(*rows) == expected
     assert concluded(*rows, slow=("mxfp8",))["base"] == "fp8-rowwise"
     assert concluded(*rows, slow=("mxfp8", "fp8-rowwise"))["base"] == "bf16"
 
@@ -154,11 +154,11 @@ def test_the_rules_load_as_a_file_and_convert_the_model(tmp_path) -> None:
 
 def test_a_recipe_without_a_name_of_its_own_is_a_base_as_a_table(tmp_path) -> None:
     gradients = recipes.Rule(tensor_type="grad_output", format="mxfp8_e5m2")
-    mine = recipes.RuleRecipe(title="mine", base=recipes.load("mxfp8"), rules=(gradients,))
-    advice = observe.advise(network(), BATCH, square, candidates=[mine])
+    recipe = recipes.RuleRecipe(title="mine", base=recipes.load("mxfp8"), rules=(gradients,))
+    advice = observe.advise(network(), BATCH, square, candidates=[recipe])
     path = tmp_path / "advised.toml"
     path.write_text(advice.toml)
-    assert advice.base == "mine" and recipes.load(str(path)).base == mine
+    assert advice.base == "mine" and recipes.load(str(path)).base == recipe
 
 
 def test_speeds_are_those_of_the_measured_table_and_slow_recipes_are_no_base() -> None:
@@ -206,17 +206,17 @@ def test_samples_that_do_not_fit_have_fewer_rows_and_the_advice_tells_it() -> No
 
 
 def test_a_device_that_runs_out_of_memory_holds_half_as_many_rows(monkeypatch) -> None:
-    sample, asked = operand_samples._sample, []
+    sample, sizes = operand_samples._sample, []
 
     def scarce(model, linears, step, rows, device):
-        asked.append(rows)
+        sizes.append(rows)
         if rows > 64:
             raise torch.OutOfMemoryError("full")
         return sample(model, linears, step, rows, device)
 
     monkeypatch.setattr(operand_samples, "_sample", scarce)
     advice = observe.advise(network(), BATCH, square)
-    assert asked == [256, 128, 64] and advice.notes[0].startswith("memory holds 64 of 160 rows")
+    assert sizes == [256, 128, 64] and advice.notes[0].startswith("memory holds 64 of 160 rows")
 
 
 @pytest.mark.parametrize("count, rows", [(5, 9), (1000, 256), (1000, 100), (300, 256)])

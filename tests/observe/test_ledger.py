@@ -202,14 +202,14 @@ def test_a_ledger_leaves_the_next_step_as_it_would_have_been(name: str) -> None:
     m(x).sum().backward()
     twin, x_twin = copy.deepcopy(m), x.detach().clone().requires_grad_()
     x_twin.grad = x.grad.clone()
-    for mine, theirs in zip(m.parameters(), twin.parameters(), strict=True):
-        theirs.grad = mine.grad.clone()
+    for parameter, reference in zip(m.parameters(), twin.parameters(), strict=True):
+        reference.grad = parameter.grad.clone()
     state = torch.get_rng_state()
     observe.ledger(m, lambda: m(x))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(x.grad, x_twin.grad)
-    for mine, theirs in zip(m.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    for parameter, reference in zip(m.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(parameter.grad, reference.grad)
     outputs = []
     for model, inputs in ((m, x), (twin, x_twin)):
         torch.set_rng_state(state)

@@ -22,12 +22,12 @@ def test_a_sample_decodes_to_the_elements_that_it_was_taken_from(name: str, shap
     plane = Plane(fmt, fmt.encode(x, **({"seed": 1} if fmt.is_stochastic else {})), shape)
     places, _ = spread(torch.arange(x.numel(), dtype=torch.int32).view(shape), plane, 8192)
     values, sample = spread(x, plane, 8192)
-    taken = places.long()
+    index = places.long()
     assert tuple(values.shape) == sample.shape
-    assert torch.equal(values, x.flatten()[taken])
-    assert torch.equal(sample.dequantize(torch.float32), plane.dequantize(torch.float32).flatten()[taken])
+    assert torch.equal(values, x.flatten()[index])
+    assert torch.equal(sample.dequantize(torch.float32), plane.dequantize(torch.float32).flatten()[index])
     ceilings = (fmt.ceiling(each.parts)[:, : each.shape[1]] for each in (sample, plane))
-    assert torch.equal(next(ceilings), next(ceilings).flatten()[taken])
+    assert torch.equal(next(ceilings), next(ceilings).flatten()[index])
 
 
 def test_a_sample_lies_evenly_over_rows_and_columns() -> None:

@@ -36,8 +36,8 @@ def test_the_table_is_that_of_its_record() -> None:
 
 def test_a_measured_shape_is_that_of_the_record() -> None:
     rows = [json.loads(line) for line in (ROOT / SOURCE).read_text().splitlines()]
-    wanted = ("linear", "fp8-current", "8192x4096x14336")
-    ratios = [row["ratio"] for row in rows if (row["what"], row["candidate"], row["shape"]) == wanted]
+    key = ("linear", "fp8-current", "8192x4096x14336")
+    ratios = [row["ratio"] for row in rows if (row["what"], row["candidate"], row["shape"]) == key]
     speed = speeds.measured().speed("fp8-current", (8192, 4096, 14336))
     assert (speed.ratio, speed.basis) == (pytest.approx(sum(ratios) / 2, abs=5e-4), "measured")
     assert speeds.measured().device == "NVIDIA H200" and speeds.measured().date == "2026-11-21"

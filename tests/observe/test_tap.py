@@ -72,20 +72,20 @@ def test_a_rule_by_shape_decides_under_a_tap_as_without() -> None:
 
 
 def test_a_factory_sees_the_same_roles_under_a_tap() -> None:
-    asked: list[duotone.QuantizerRole | None] = []
+    roles: list[duotone.QuantizerRole | None] = []
 
     def factory(role: duotone.QuantizerRole | None) -> Quantizer:
-        asked.append(role)
+        roles.append(role)
         return Quantizer()
 
     recipe = duotone.CustomRecipe(qfactory=factory)
     m = duotone.convert(nn.Linear(96, 64, dtype=BF16), recipe, rules=())
-    asked.clear()
+    roles.clear()
     step(m, recipe, torch.randn(8, 96).to(BF16), torch.randn(8, 64).to(BF16))
-    plain = list(asked)
-    asked.clear()
+    plain = list(roles)
+    roles.clear()
     step(m, observe.with_statistics(recipe, observe.Tap()), torch.randn(8, 96).to(BF16), torch.randn(8, 64).to(BF16))
-    assert plain == asked and None in asked
+    assert plain == roles and None in roles
 
 
 def test_every_field_of_a_recipe_holds_under_its_tap() -> None:
@@ -93,8 +93,8 @@ def test_every_field_of_a_recipe_holds_under_its_tap() -> None:
     recipe = replace(recipes.load("mxfp8"), **common, min_weight_elements="measured", evaluation=recipes.load("nvfp4"))
     store = observe.Tap()
     tapped = observe.with_statistics(recipe, store)
-    own = {field.name for field in fields(Recipe)} - {"evaluation"}
-    assert {name: getattr(tapped, name) for name in own} == {name: getattr(recipe, name) for name in own}
+    names = {field.name for field in fields(Recipe)} - {"evaluation"}
+    assert {name: getattr(tapped, name) for name in names} == {name: getattr(recipe, name) for name in names}
     assert tapped.alignment == recipe.alignment
     m = duotone.convert(nn.Linear(96, 64, dtype=BF16), recipe, rules=()).eval()
     assert_same_bits(m, recipe, store)
@@ -120,10 +120,11 @@ class Duck:
 
 
 @pytest.mark.parametrize(
-    ("made", "snr"), [(Doubling(formats.get("mxfp8_e4m3"), formats.get("mxfp8_e4m3")), (-0.2, 0.2)), (Duck(), (28, 34))]
+    ("quantizer", "snr"),
+    [(Doubling(formats.get("mxfp8_e4m3"), formats.get("mxfp8_e4m3")), (-0.2, 0.2)), (Duck(), (28, 34))],
 )
-def test_user_made_quantizers_are_tapped(made: object, snr: tuple[float, float]) -> None:
-    recipe = duotone.CustomRecipe(qfactory=lambda role: made, emulate_mixed=True)
+def test_user_made_quantizers_are_tapped(quantizer: object, snr: tuple[float, float]) -> None:
+    recipe = duotone.CustomRecipe(qfactory=lambda role: quantizer, emulate_mixed=True)
     store = observe.Tap()
     assert_same_bits(duotone.convert(nn.Linear(96, 64, dtype=BF16), recipe, rules=()), recipe, store)
     rows = {(row["role"], row["plane"]): row for row in store.rows()}
@@ -146,16 +147,16 @@ def test_delayed_formats_are_judged_by_the_scale_that_they_used() -> None:
 
 def numpy_summary(x: torch.Tensor, decoded: torch.Tensor, ceiling: torch.Tensor) -> dict[str, float]:
     """The columns of a row from float64 arrays, written from their definitions."""
-    options, got, most = (t.to(torch.float64).numpy() for t in (x, decoded, ceiling))
+    options, values, most = (t.to(torch.float64).numpy() for t in (x, decoded, ceiling))
     nan, inf, ok = np.isnan(options).sum(), np.isinf(options).sum(), np.isfinite(options)
-    options, got, most = options[ok], got[ok], most[ok]
+    options, values, most = options[ok], values[ok], most[ok]
     size = np.abs(options[options != 0])
     return {
-        "snr_db": 10 * np.log10(np.sum(options**2) / np.sum((options - got) ** 2)),
-        "underflow": np.sum((options != 0) & (got == 0)) / size.size,
+        "snr_db": 10 * np.log10(np.sum(options**2) / np.sum((options - values) ** 2)),
+        "underflow": np.sum((options != 0) & (values == 0)) / size.size,
         "saturation": np.mean(np.abs(options) > most),
-        "bias": np.sum(got - options) / np.sum(size),
-        "cosine": np.dot(options, got) / np.linalg.norm(options) / np.linalg.norm(got),
+        "bias": np.sum(values - options) / np.sum(size),
+        "cosine": np.dot(options, values) / np.linalg.norm(options) / np.linalg.norm(values),
         "nan": nan,
         "inf": inf,
         "amax": size.max(),
@@ -185,20 +186,20 @@ def stats(x: torch.Tensor, name: str, **options) -> dict[str, float]:
 
 def test_underflow_and_saturation_are_counted_on_known_values() -> None:
     x = torch.tensor([[448.0, 2.0**-10, 2.0**-11, 0.0, 1000.0, -500.0]])
-    got = stats(x, "fp8_e4m3_tensor", scale=torch.ones(1))
+    result = stats(x, "fp8_e4m3_tensor", scale=torch.ones(1))
     # 2^-10 ties to even, which is 0, and 2^-11 is below; 1000 and -500 exceed 448.
-    assert (got["nonzero"], got["underflowed"], got["saturated"], got["elements"]) == (5, 2, 2, 6)
-    assert got["amax"] == 1000.0 and got["dynamic_range_bits"] == math.log2(1000) + 11
-    assert got["noise"] == 2.0**-20 + 2.0**-22 + 552.0**2 + 52.0**2
-    assert got["signal"] == pytest.approx(x.double().square().sum().item())
+    assert (result["nonzero"], result["underflowed"], result["saturated"], result["elements"]) == (5, 2, 2, 6)
+    assert result["amax"] == 1000.0 and result["dynamic_range_bits"] == math.log2(1000) + 11
+    assert result["noise"] == 2.0**-20 + 2.0**-22 + 552.0**2 + 52.0**2
+    assert result["signal"] == pytest.approx(x.double().square().sum().item())
 
 
 def test_elements_that_are_not_finite_are_counted_and_left_out() -> None:
     x = torch.tensor([[1.0, math.nan, math.inf, -2.0, -math.inf]])
-    got = stats(x, "fp8_e4m3_tensor", scale=torch.ones(1))
-    assert (got["nan"], got["inf"]) == (1, 2)
-    assert (got["elements"], got["signal"], got["noise"]) == (2, 5.0, 0.0)
-    assert (got["amax"], got["dynamic_range_bits"]) == (2.0, 1.0)
+    result = stats(x, "fp8_e4m3_tensor", scale=torch.ones(1))
+    assert (result["nan"], result["inf"]) == (1, 2)
+    assert (result["elements"], result["signal"], result["noise"]) == (2, 5.0, 0.0)
+    assert (result["amax"], result["dynamic_range_bits"]) == (2.0, 1.0)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8-delayed", "nvfp4", "fp8-block"])
