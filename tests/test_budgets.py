@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39979
+LIBRARY_LINES = 39988
 TOOL_LINES = 7959
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -23,7 +23,7 @@ BANNED = frozenset(
 BENCH = Path(__file__).parent.parent / "bench"
 
 BUDGETS = {
-    "attention": (2963, 20, 0),
+    "attention": (2962, 20, 0),
     "cli": (1547, 2, 0),
     "comm": (200, 1, 0),
     "compat": (2520, 7, 0),
@@ -45,7 +45,7 @@ BUDGETS = {
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1435, 0, 0),
-    "state": (1916, 11, 0),
+    "state": (1926, 11, 0),
     "tensor": (2893, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

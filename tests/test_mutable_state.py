@@ -86,6 +86,7 @@ ALLOWED = {
     "state.region.STACK": STACK,
     "state.rolling.OTHERS": WAITING,
     "state.rolling.THREADS": WAITING,
+    "state.torch_private.CONTEXT_PARALLEL": "holds nothing: guards of graphs read through it what torch has entered",
     "planned.traced_stages.PLANS": GRAPHS,
     "planned.traced_stages._ALIKE": GRAPHS,
     "planned.traced_stages._ANSWERS": GRAPHS,

@@ -2,9 +2,10 @@
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from duotone.attention import DotProductAttention, MultiheadAttention, Transform
 from duotone.dispatch.attention import NEVER, AttentionProblem, LeastTokens
 from duotone.errors import RecipeError
 
-aten = torch.ops.aten
+aten, SDPA = torch.ops.aten, F.scaled_dot_product_attention
 TOKENS, WIDTH, HEADS = 64, 128, 2
 DTYPE = torch.bfloat16 if checks.DEVICE == "cuda" else torch.float32
 BOUND = 3e-2 if checks.DEVICE == "cuda" else 1e-5
@@ -71,10 +72,19 @@ def scaled_dot_product_attention(query: Any, key: Any, value: Any, **options: An
     return DTensor.from_local(out, query.device_mesh, [Shard(2)], run_check=False)
 
 
+@wraps(SDPA)  # torch goes by its name
+def of_own_tokens(query: Any, key: Any, value: Any, **options: Any) -> Any:
+    """Attention of a rank to its own tokens. No graph holds the backward of `RingOnCPU`."""
+    out = SDPA(*[x.to_local() for x in (query, key, value)], **options)
+    return DTensor.from_local(out, query.device_mesh, [Shard(2)], run_check=False)
+
+
 @contextmanager
-def parallel(tensors: list[Tensor], dims: list[int]) -> Iterator[None]:
+def parallel(
+    tensors: list[Tensor], dims: list[int], on_cpu: Callable[..., Any] = scaled_dot_product_attention
+) -> Iterator[None]:
     """The tensors are shards of tokens meanwhile, as torch balances them, and attention goes round."""
-    shim = mock.patch.object(F, "scaled_dot_product_attention", scaled_dot_product_attention)
+    shim = mock.patch.object(F, "scaled_dot_product_attention", on_cpu)
     with shim if checks.DEVICE == "cpu" else warnings.catch_warnings():
         with context_parallel(checks.mesh(), buffers=tensors, buffer_seq_dims=dims):
             yield
@@ -293,12 +303,22 @@ def ranks_agree_on_what_pays(folder: Path) -> None:
     assert len(m._low_precision._stages) == 1  # with gradients torch's ring is the faster one
 
 
+def same_bits(m: nn.Module, compiled: Callable[..., Tensor], heads: list[Tensor], what: str, **options: Any) -> None:
+    sides = []
+    for run in (m, compiled):
+        leaves = [x.clone().requires_grad_() for x in heads]
+        y = run(*leaves, **options)
+        y.square().sum().backward()
+        sides.append((y, *(x.grad for x in leaves)))
+    for result, right in zip(*sides, strict=True):
+        near(result, right, what, 0.0)
+
+
 @check
 def compiled_code_sends_codes_round(folder: Path) -> None:
     """In one graph for all contexts of a kind, with the bits of eager code; also where another graph is older."""
     ring._cp_options.enable_load_balance = True
-    where = "measured" if checks.DEVICE == "cpu" else 0  # no graph holds torch's ring, which measurements would take
-    centered = replace(LOW, dpa_center_keys=True, dpa_min_tokens=where)
+    centered = replace(LOW, dpa_center_keys=True)
     for kind, recipe, options in (("causal", centered, {}), ("padding_causal", LOW, {"attention_mask": padding()})):
         torch._dynamo.reset()
         m = DotProductAttention(2 * HEADS, 64, num_gqa_groups=HEADS, attn_mask_type=kind, recipe=recipe)
@@ -309,15 +329,25 @@ def compiled_code_sends_codes_round(folder: Path) -> None:
         before = counter.frame_count
         for _ in range(2):
             with parallel([*heads, *options.values()], [0, 0, 0, *(1 for _ in options)]):
-                sides = []
-                for run in (m, compiled):
-                    leaves = [x.clone().requires_grad_() for x in heads]
-                    y = run(*leaves, **options)
-                    y.square().sum().backward()
-                    sides.append((y, *(x.grad for x in leaves)))
-                for result, right in zip(*sides, strict=True):
-                    near(result, right, kind, 0.0)
+                same_bits(m, compiled, heads, kind, **options)
         assert counter.frame_count == before + 1, f"{kind}: {counter.frame_count} graphs"
+
+
+@check
+def compiled_code_holds_torchs_ring_where_measurements_take_it(folder: Path) -> None:
+    """Also after it has asked for the ranks, which are in cells of the function that torch calls then."""
+    ring._cp_options.enable_load_balance = True
+    heads = [torch.randn(TOKENS, 2, HEADS, 64, dtype=DTYPE) for _ in range(3)]
+    m = DotProductAttention(HEADS, 64, attn_mask_type="causal", recipe=replace(LOW, dpa_min_tokens="measured"))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(m, backend=counter, fullgraph=True)
+    answers = {"is_measured": lambda *_: True, "least_tokens": lambda *_: LeastTokens(*[NEVER] * 4)}
+    with mock.patch.multiple(AttentionProblem, **answers):
+        for _ in range(2):
+            with parallel(heads, [0] * 3, of_own_tokens):
+                same_bits(m, compiled, heads, "the ring")
+                assert not m._low_precision._stages
+    assert counter.frame_count == 1, f"{counter.frame_count} graphs"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from duotone.comm.collectives import all_gather, all_reduce, group_rank, group_size, reduce_scatter
 from duotone.numbered import constant_in_traces
-from duotone.state.torch_private import context_parallel
+from duotone.state.torch_private import CONTEXT_PARALLEL
 from duotone.tensor.plane import Plane, sharded_parts
 
 
@@ -40,8 +40,7 @@ class Ranks(NamedTuple):
     @staticmethod
     def now() -> "Ranks | None":
         """The ranks of the context that is entered, or None."""
-        context = context_parallel()
-        return None if context is None else _named(f"{'balanced' if context[1] else 'plain'} {context[0]}")
+        return _named(CONTEXT_PARALLEL.order)
 
     @staticmethod
     def named(name: str) -> "Ranks | None":

@@ -8,7 +8,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import TypeVar
 
 import torch
@@ -151,11 +151,21 @@ def in_context_parallel() -> bool:
     return torch.nn.functional.scaled_dot_product_attention.__module__ == RING
 
 
-def context_parallel() -> tuple[str, bool] | None:
-    """The group of torch's `context_parallel`, and whether its ranks have chunks of both ends. None outside of it."""
-    if not in_context_parallel():
-        return None
-    function = torch.nn.functional.scaled_dot_product_attention
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    group: str = cells["device_mesh"].cell_contents.get_group().group_name
-    return group, sys.modules[RING]._cp_options.enable_load_balance
+class ContextParallel(ModuleType):
+    """torch's `context_parallel` that is entered. Guards read it at each call, as an attribute of a module object.
+
+    A trace must not read the cells of torch's function itself: Dynamo could not run the function afterwards.
+    """
+
+    @property
+    def order(self) -> str:
+        """How chunks of the sequence lie on ranks ("balanced" or "plain"), and the name of the group. "" outside."""
+        if not in_context_parallel():
+            return ""
+        function = torch.nn.functional.scaled_dot_product_attention
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        group = cells["device_mesh"].cell_contents.get_group().group_name
+        return f"{'balanced' if sys.modules[RING]._cp_options.enable_load_balance else 'plain'} {group}"
+
+
+CONTEXT_PARALLEL = ContextParallel("duotone.context_parallel")
