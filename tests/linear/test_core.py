@@ -38,8 +38,8 @@ def test_identity_is_bit_identical_to_nn_linear(dtype, shape, bias) -> None:
     x, dy = torch.randn(shape, dtype=dtype), torch.randn(*shape[:-1], 64, dtype=dtype)
     expected = run(module, x, dy)
     duotone.convert(module, recipes.load("bf16"))
-    for got, want in zip(run(module, x, dy), expected, strict=True):
-        assert torch.equal(got, want)
+    for result, want in zip(run(module, x, dy), expected, strict=True):
+        assert torch.equal(result, want)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -68,9 +68,9 @@ def test_every_recipe_multiplies_what_its_formats_decode_to(name, dtype) -> None
     )
     # Decoded operands carry one fp32 rounding of a scale, rotations a few more, high-precision operands one of dtype.
     epsilon = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-17
-    for got, a, b, extra in ((y, xr, wr.t(), module.bias), (dx, gr, wc.t(), None), (dw, gc, xc.t(), None)):
+    for result, a, b, extra in ((y, xr, wr.t(), module.bias), (dx, gr, wc.t(), None), (dw, gc, xc.t(), None)):
         exact = a @ b + (0 if extra is None else extra.double())
-        assert (got.double() - exact).abs().max() <= epsilon * (a.abs() @ b.abs()).max()
+        assert (result.double() - exact).abs().max() <= epsilon * (a.abs() @ b.abs()).max()
     assert torch.equal(db, dy.sum(0))
 
 
@@ -211,8 +211,8 @@ def test_identity_backward_is_the_high_precision_override_and_its_dequantized_so
             recipes.Rule(tensor_type="grad_output", format="identity"),
             recipes.Rule(rowwise="mxfp8_e4m3", columnwise="identity", columnwise_source=source),
         )
-        got = results(recipes.RuleRecipe(rules=rules))
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        result = results(recipes.RuleRecipe(rules=rules))
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 def saved_bytes(module: nn.Module, x: Tensor) -> int:
@@ -282,12 +282,12 @@ def test_rules_for_the_output_head_leave_it_in_high_precision() -> None:
     duotone.convert(model, recipes.load("mxfp8"))
     assert model["lm_head"].rules == OUTPUT_HEAD
     x, dy = torch.randn(8, 96).bfloat16(), torch.randn(8, 64).bfloat16()
-    got = run(model["lm_head"], x, dy)
+    result = run(model["lm_head"], x, dy)
     with duotone.autocast(recipe=recipes.load("nvfp4")):
         inside = model["lm_head"](x)
     duotone.revert(model)
-    assert all(torch.equal(a, b) for a, b in zip(got, run(model["lm_head"], x, dy), strict=True))
-    assert torch.equal(inside, got[0])
+    assert all(torch.equal(a, b) for a, b in zip(result, run(model["lm_head"], x, dy), strict=True))
+    assert torch.equal(inside, result[0])
 
 
 @pytest.mark.parametrize("name", recipes.names())

@@ -45,9 +45,9 @@ def test_results_are_not_finite_where_high_precision_is_not(name, operand, value
     expected = products(layer, x, dy)
     duotone.convert(layer, recipes.load(name), rules=())
     for step in range(2):  # delayed scales have met the value before the second one
-        got = products(layer, x, dy)
+        result = products(layer, x, dy)
         for which, want in expected.items():
-            hidden = got[which].isfinite() & ~want.isfinite()
+            hidden = result[which].isfinite() & ~want.isfinite()
             assert not hidden.any(), f"step {step}: {int(hidden.sum())} elements of {which} are finite"
 
 
@@ -58,8 +58,8 @@ def test_other_dtypes_keep_what_is_not_finite(name, dtype) -> None:
         layer, x, dy = poisoned(operand, math.inf, dtype)
         expected = products(layer, x, dy)
         duotone.convert(layer, recipes.load(name), rules=())
-        got = products(layer, x, dy)
-        assert all(not got[which][~want.isfinite()].isfinite().any() for which, want in expected.items())
+        result = products(layer, x, dy)
+        assert all(not result[which][~want.isfinite()].isfinite().any() for which, want in expected.items())
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -76,8 +76,8 @@ def test_rows_with_a_scale_of_their_own_stay_as_they_were(name) -> None:
     clean = x.clone()
     clean[129, 140] = 1.0
     duotone.convert(layer, recipes.load(name), rules=())
-    got, want = products(layer, x, dy), products(layer, clean, dy)
-    assert torch.equal(got["y"][:129], want["y"][:129]) and torch.equal(got["dx"][:129], want["dx"][:129])
+    result, want = products(layer, x, dy), products(layer, clean, dy)
+    assert torch.equal(result["y"][:129], want["y"][:129]) and torch.equal(result["dx"][:129], want["dx"][:129])
 
 
 def test_other_experts_stay_as_they_were() -> None:
@@ -88,9 +88,9 @@ def test_other_experts_stay_as_they_were() -> None:
     want = experts(x, [32, 32, 32])
     x[40, 3] = math.nan
     duotone.load_rng_state(experts, {name: seed * 0 for name, seed in duotone.rng_state(experts).items()})
-    got = experts(x, [32, 32, 32])
-    assert not got[40].isfinite().any()
-    assert torch.equal(got[:32], want[:32]) and torch.equal(got[64:], want[64:])
+    result = experts(x, [32, 32, 32])
+    assert not result[40].isfinite().any()
+    assert torch.equal(result[:32], want[:32]) and torch.equal(result[64:], want[64:])
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -152,5 +152,5 @@ def test_compiled_code_keeps_what_is_not_finite(name) -> None:
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     y = compiled(x.requires_grad_())
     y.backward(dy)
-    got = {"y": y.detach().float(), "dx": x.grad.float(), "dw": layer.weight.grad.float()}
-    assert all(not got[which][~want.isfinite()].isfinite().any() for which, want in expected.items())
+    result = {"y": y.detach().float(), "dx": x.grad.float(), "dw": layer.weight.grad.float()}
+    assert all(not result[which][~want.isfinite()].isfinite().any() for which, want in expected.items())

@@ -182,15 +182,15 @@ def test_a_linear_that_is_left_in_bf16_has_the_bits_of_nn_linear(monkeypatch, na
     recipe = replace(recipes.load(name), min_weight_elements="measured")
     module = duotone.Linear(96, 64, params_dtype=torch.bfloat16, recipe=recipe)
     module.load_state_dict(plain.state_dict(), strict=False)
-    own = Planner.request
-    monkeypatch.setattr(Planner, "request", lambda self, *args: replace(own(self, *args), device="sm90"))
+    request = Planner.request
+    monkeypatch.setattr(Planner, "request", lambda self, *args: replace(request(self, *args), device="sm90"))
     module.forget_plans()
     plan = module.plan_for(x)
     assert "left in bf16" in plan.wgrad.reason and not plan.is_delayed
     y = module(x)
     assert torch.equal(y, plain(x))
-    for got, exact in zip(torch.autograd.grad(y, list(module.parameters()), dy), want, strict=True):
-        assert torch.equal(got, exact)
+    for result, exact in zip(torch.autograd.grad(y, list(module.parameters()), dy), want, strict=True):
+        assert torch.equal(result, exact)
 
 
 @pytest.mark.parametrize(
@@ -212,8 +212,8 @@ def test_a_module_tells_its_plan_the_shape_of_one_weight(make) -> None:
 
 
 def test_quantized_model_init_leaves_weights_plain_that_are_too_small(monkeypatch) -> None:
-    own = Planner.request
-    monkeypatch.setattr(Planner, "request", lambda self, *args: replace(own(self, *args), device="sm90"))
+    request = Planner.request
+    monkeypatch.setattr(Planner, "request", lambda self, *args: replace(request(self, *args), device="sm90"))
     for work, kind in ((6145, nn.Parameter), (6144, duotone.QuantizedTensor)):
         with duotone.quantized_model_init(recipe=replace(SMALL, min_weight_elements=work)):
             module = duotone.Linear(96, 64, params_dtype=torch.bfloat16)

@@ -50,8 +50,8 @@ def gradients(m: torch.nn.Module, x: Tensor, **call) -> list[Tensor]:
     return [y.detach(), leaf.grad, *(p.grad for p in m.parameters())]  # type: ignore[list-item]
 
 
-def same(ours: list[Tensor], others: list[Tensor]) -> None:
-    for a, b in zip(ours, others, strict=True):
+def same(results: list[Tensor], others: list[Tensor]) -> None:
+    for a, b in zip(results, others, strict=True):
         assert torch.equal(a, b)
 
 
@@ -259,7 +259,7 @@ def test_the_gradient_that_comes_in_goes_before_the_products(monkeypatch) -> Non
     """Between two linears, with a norm before them too: a backward's frames hold what they were given."""
     alive = []
 
-    def watched(self, dy, kept, needs, extra):
+    def watched(self, dy, saved, needs, extra):
         reference = weakref.ref(dy)
         del dy
         alive.append(reference() is not None)

@@ -42,8 +42,8 @@ def test_the_products_are_those_of_the_decoded_operands(powers, dtype) -> None:
     )
     (xr, xc), (wr, wc), (gr, gc) = ([p.dequantize(torch.float32).double() for p in planes] for planes in results)
     epsilon = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-17
-    for got, a, b in ((y, xr, wr.t()), (dx, gr, wc.t()), (dw, gc, xc.t())):
-        assert ((got.double() - a @ b).abs() <= epsilon * (a.abs() @ b.abs())).all()
+    for result, a, b in ((y, xr, wr.t()), (dx, gr, wc.t()), (dw, gc, xc.t())):
+        assert ((result.double() - a @ b).abs() <= epsilon * (a.abs() @ b.abs())).all()
 
 
 def test_only_wgrad_differs_from_the_plain_form() -> None:
