@@ -66,7 +66,7 @@ TWO = choices(
 
 
 @pytest.mark.parametrize(
-    ("goal", "wanted"),
+    ("goal", "names"),
     [
         (Goal("speed", 1.3), ["bf16", "a"]),
         (Goal("speed", 1.4), ["a", "a"]),
@@ -78,10 +78,10 @@ TWO = choices(
         (Goal("gap", 0.0), ["bf16", "bf16"]),
     ],
 )
-def test_each_goal_takes_what_costs_least(goal, wanted):
+def test_each_goal_takes_what_costs_least(goal, names):
     options, costs = TWO
     chosen = goal.choose(goal.usable(options, ""), costs)
-    assert [option.recipe for option in chosen.values()] == wanted
+    assert [option.recipe for option in chosen.values()] == names
 
 
 def test_what_cannot_be_met_is_told_with_what_can():

@@ -14,7 +14,7 @@ from duotone.tensor import Plane
 ROLE = QuantizerRole("linear", "input", "a")
 
 
-def taken(journal: Journal, x: torch.Tensor, row: str, col: str, role: QuantizerRole = ROLE) -> None:
+def record(journal: Journal, x: torch.Tensor, row: str, col: str, role: QuantizerRole = ROLE) -> None:
     quantizer = Quantizer(formats.get(row), formats.get(col))
     journal.take(role, x, quantizer.encode(x), (None, None))
 
@@ -24,7 +24,7 @@ def test_channels_far_above_the_median_are_counted_over_all_samples() -> None:
     for at, factor in ((3, 40.0), (5, 9.0)):
         x = torch.ones(8, 32)
         x[2, at] = factor
-        taken(journal, x, "mxfp8_e4m3", "mxfp8_e4m3")
+        record(journal, x, "mxfp8_e4m3", "mxfp8_e4m3")
     (entry,) = journal.operands()
     assert (entry["channels"], entry["outliers"], entry["largest_channel"], entry["over_median"]) == (32, 2, 3, 40.0)
 
@@ -32,8 +32,8 @@ def test_channels_far_above_the_median_are_counted_over_all_samples() -> None:
 def test_planes_of_one_format_per_tensor_agree_and_others_differ_as_numpy_says() -> None:
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 2, 96)
     same, mixed = Journal(step=1), Journal(step=1)
-    taken(same, x, "fp8_e4m3_tensor", "fp8_e4m3_tensor")
-    taken(mixed, x, "mxfp8_e4m3", "nvfp4")
+    record(same, x, "fp8_e4m3_tensor", "fp8_e4m3_tensor")
+    record(mixed, x, "mxfp8_e4m3", "nvfp4")
     assert same.operands()[0]["disagreement"] == 0.0
     planes = Quantizer(formats.get("mxfp8_e4m3"), formats.get("nvfp4")).encode(x)
     row, col = (plane.dequantize(torch.float32).double().numpy() for plane in planes)
@@ -44,7 +44,7 @@ def test_planes_of_one_format_per_tensor_agree_and_others_differ_as_numpy_says()
 def test_scales_are_counted_by_power_of_two() -> None:
     journal, x = Journal(step=1), torch.full((1, 64), 448.0)
     x[0, 32:] = 448.0 / 16
-    taken(journal, x, "mxfp8_e4m3", "identity")
+    record(journal, x, "mxfp8_e4m3", "identity")
     row, col = journal.spreads()
     assert {LOWEST + at: count for at, count in enumerate(row["scales"]) if count} == {0: 32, -4: 32}
     assert "scales" not in col
@@ -62,12 +62,12 @@ def test_a_step_has_its_amax_the_limit_of_its_scales_and_the_share_that_is_clipp
 
 def test_the_origin_is_the_first_operand_that_is_not_finite() -> None:
     journal, x = Journal(step=1), torch.ones(4, 32)
-    taken(journal, x, "mxfp8_e4m3", "mxfp8_e4m3")
+    record(journal, x, "mxfp8_e4m3", "mxfp8_e4m3")
     assert journal.origin() is None
     journal.step, bad = 2, x.clone()
     bad[0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
     for name, value in (("a", x), ("b", bad), ("c", bad * math.nan)):
-        taken(journal, value, "mxfp8_e4m3", "mxfp8_e4m3", QuantizerRole("linear", "weight", name))
+        record(journal, value, "mxfp8_e4m3", "mxfp8_e4m3", QuantizerRole("linear", "weight", name))
     assert journal.origin() == {
         "step": 2,
         "text": "the first operand that is not finite: weight rowwise of b, 1 NaN and 2 infinite",

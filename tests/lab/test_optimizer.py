@@ -48,8 +48,8 @@ def test_the_update_is_torchs_adamw_with_decay_on_matrices_only():
         put_gradients(twin, step)
         optimizer.step(1e-2)
         reference.step()
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    for parameter, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected)
 
 
 def test_a_large_gradient_is_clipped_to_norm_one():

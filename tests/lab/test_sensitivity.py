@@ -20,10 +20,10 @@ def trainer(config, corpus):
     return trainer
 
 
-def measured(trainer, names, only=None, known=()):
+def measured(trainer, names, only=None, earlier=()):
     options = options_of(trainer.config, load_candidates("", names), speeds.measured(), None)
     picked = {gemm: choices for gemm, choices in options.items() if only in (None, gemm[0])}
-    return {(e.module, e.gemm, e.recipe): e for e, _ in effects(trainer, picked, known)}
+    return {(e.module, e.gemm, e.recipe): e for e, _ in effects(trainer, picked, earlier)}
 
 
 def operands(trainer):
@@ -78,7 +78,7 @@ def test_bf16_costs_nothing_and_four_bits_cost_more_than_eight(trainer):
 def test_it_goes_on_from_known_effects_with_the_same_numbers_and_leaves_no_trace(trainer):
     parameters = [p.detach().clone() for p in trainer.model.parameters()]
     whole = list(measured(trainer, ["nvfp4"]).values())
-    rest = measured(trainer, ["nvfp4"], known=whole[:11])
+    rest = measured(trainer, ["nvfp4"], earlier=whole[:11])
     assert list(rest.values()) == whole[11:] and len(whole) == 2 * 4 * 3 * 2
     assert all(
         torch.equal(p, q) and p.grad is None for p, q in zip(trainer.model.parameters(), parameters, strict=True)
