@@ -21,10 +21,10 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.detach().view(width).clone()
 
 
-def assert_same(got: Tensor, want: reference.Array, what: str = "values") -> None:
+def assert_same(result: Tensor, want: reference.Array, what: str = "values") -> None:
     """Equal shape and bits; any NaN equals any other."""
-    array = got.detach().float().numpy() if got.is_floating_point() else got.numpy()
-    want = want.astype(np.float32) if got.is_floating_point() else want
+    array = result.detach().float().numpy() if result.is_floating_point() else result.numpy()
+    want = want.astype(np.float32) if result.is_floating_point() else want
     assert array.dtype == want.dtype, f"{what}: {array.dtype} instead of {want.dtype}"
     assert array.shape == want.shape, f"{what}: shape {array.shape} instead of {want.shape}"
     wrong = np.argwhere(bits_of(array) != bits_of(want))
@@ -35,15 +35,15 @@ def assert_same(got: Tensor, want: reference.Array, what: str = "values") -> Non
         )
 
 
-def assert_parts(got: dict[str, Tensor], want: reference.Arrays, what: str = "") -> None:
+def assert_parts(result: dict[str, Tensor], want: reference.Arrays, what: str = "") -> None:
     """The same names, shapes, dtypes and bits."""
-    assert set(got) == set(want), f"{what}: parts {sorted(got)} instead of {sorted(want)}"
+    assert set(result) == set(want), f"{what}: parts {sorted(result)} instead of {sorted(want)}"
     for name, array in want.items():
-        assert_same(got[name], array, f"{what} {name}")
+        assert_same(result[name], array, f"{what} {name}")
 
 
-def assert_equal_parts(got: dict[str, Tensor], want: dict[str, Tensor], what: str = "") -> None:
-    assert_parts(got, {name: tensor.numpy() for name, tensor in want.items()}, what)
+def assert_equal_parts(result: dict[str, Tensor], want: dict[str, Tensor], what: str = "") -> None:
+    assert_parts(result, {name: tensor.numpy() for name, tensor in want.items()}, what)
 
 
 def tensor_of(x: reference.Array, dtype: str) -> Tensor:

@@ -18,9 +18,9 @@ def test_decode_rounds_once_to_the_dtype(name: str) -> None:
         parts = get(name).encode(torch.from_numpy(x), seed=seed_of(name))
         values = reference.decode_fp32(name, reference.encode(name, x, seed=SEED))
         for dtype in ("bfloat16", "float16", "float32"):
-            got = get(name).decode(parts, getattr(torch, dtype))
-            assert got.dtype == getattr(torch, dtype)
-            assert_same(got, reference.as_dtype(values, dtype), f"{family} {dtype}")
+            result = get(name).decode(parts, getattr(torch, dtype))
+            assert result.dtype == getattr(torch, dtype)
+            assert_same(result, reference.as_dtype(values, dtype), f"{family} {dtype}")
 
 
 def random_parts(name: str, rng: np.random.Generator, rows: int, cols: int) -> reference.Arrays:
@@ -40,8 +40,8 @@ def test_decode_is_the_formula_on_all_codes_and_scales(name: str) -> None:
     rng = np.random.default_rng(4)
     for _ in range(4):
         parts = random_parts(name, rng, 37, 160)
-        got = get(name).decode({key: torch.from_numpy(part) for key, part in parts.items()}, torch.float32)
-        assert_same(got, reference.decode_fp32(name, parts))
+        result = get(name).decode({key: torch.from_numpy(part) for key, part in parts.items()}, torch.float32)
+        assert_same(result, reference.decode_fp32(name, parts))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,8 +80,8 @@ def test_ceiling_is_what_the_largest_code_decodes_to(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_rotate_gives_the_matrix_that_the_codes_stand_for(name: str) -> None:
     x = make("normal", (5, 37))
-    got = get(name).rotate(torch.from_numpy(x))
-    assert_same(got, reference.rotate(x) if reference.meaning(name).hadamard else x)
+    result = get(name).rotate(torch.from_numpy(x))
+    assert_same(result, reference.rotate(x) if reference.meaning(name).hadamard else x)
 
 
 # Factors

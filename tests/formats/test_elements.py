@@ -52,9 +52,9 @@ INPUTS = {"all_bf16": lambda name: all_bf16(), "all_fp16": lambda name: all_fp16
 
 def gfloat_codes(name: str, v: reference.Array) -> reference.Array:
     info, out = GFLOAT[name], np.full(v.shape, NAN_CODE[name], np.uint8)
-    known = ~np.isnan(v)
-    rounded = gfloat.round_ndarray(info, v[known].astype(np.float64), gfloat.RoundMode.TiesToEven, sat=True)
-    out[known] = gfloat.encode_ndarray(info, rounded)
+    finite = ~np.isnan(v)
+    rounded = gfloat.round_ndarray(info, v[finite].astype(np.float64), gfloat.RoundMode.TiesToEven, sat=True)
+    out[finite] = gfloat.encode_ndarray(info, rounded)
     return out
 
 
@@ -89,9 +89,9 @@ def test_encode_takes_the_nearest_value_and_an_even_code_on_ties(name: str) -> N
 @pytest.mark.parametrize("name", NAMES)
 def test_decode_of_every_code_equals_ml_dtypes_and_gfloat(name: str) -> None:
     codes = np.arange(2 ** BITS[name], dtype=np.uint8)
-    got = elements.ELEMENTS[name].decode(torch.from_numpy(codes))
-    assert_same(got, reference.values_of(name))
-    assert_same(got, gfloat.decode_ndarray(GFLOAT[name], codes.astype(np.int64)))
+    result = elements.ELEMENTS[name].decode(torch.from_numpy(codes))
+    assert_same(result, reference.values_of(name))
+    assert_same(result, gfloat.decode_ndarray(GFLOAT[name], codes.astype(np.int64)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -202,16 +202,16 @@ def test_stochastic_rule_equals_the_reference_for_all_bits() -> None:
     v = dense_inputs()
     bits = np.broadcast_to(np.arange(256, dtype=np.uint8), (len(v), 256))
     wide = np.broadcast_to(v[:, None], bits.shape)
-    got = elements.E2M1.round_stochastic(torch.from_numpy(wide.copy()), torch.from_numpy(bits.copy()))
-    assert_same(got, reference.cast_stochastic(wide, bits))
+    result = elements.E2M1.round_stochastic(torch.from_numpy(wide.copy()), torch.from_numpy(bits.copy()))
+    assert_same(result, reference.cast_stochastic(wide, bits))
 
 
 def test_stochastic_rule_equals_the_reference_on_all_bf16() -> None:
     v = all_bf16()
     for add in (0, 1, 128, 255):
         bits = ((np.arange(len(v)) * 37 + add) % 256).astype(np.uint8)
-        got = elements.E2M1.round_stochastic(torch.from_numpy(v), torch.from_numpy(bits))
-        assert_same(got, reference.cast_stochastic(v, bits))
+        result = elements.E2M1.round_stochastic(torch.from_numpy(v), torch.from_numpy(bits))
+        assert_same(result, reference.cast_stochastic(v, bits))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -229,8 +229,8 @@ def test_stochastic_rule_equals_gfloat_on_every_element(name: str) -> None:
             bits.astype(np.int64),
             8,
         )
-        got = elements.ELEMENTS[name].round_stochastic(torch.from_numpy(v), torch.from_numpy(bits))
-        assert_same(got, want, f"add {add}")
+        result = elements.ELEMENTS[name].round_stochastic(torch.from_numpy(v), torch.from_numpy(bits))
+        assert_same(result, want, f"add {add}")
 
 
 def test_mean_over_all_bits_is_the_fraction_rounded_down_to_a_256th() -> None:

@@ -47,8 +47,8 @@ def test_ragged_and_odd_sizes_equal_the_reference(name: str, shape: tuple[int, i
 def test_fp16_input_equals_the_reference(name: str) -> None:
     for family in ("normal", "denormals", "huge", "nans", "infinities", "spread"):
         x = make(family, (17, 144), "float16")
-        got = get(name).encode(tensor_of(x, "float16"), seed=seed_of(name))
-        assert_parts(got, reference.encode(name, x, "float16", seed=SEED), family)
+        result = get(name).encode(tensor_of(x, "float16"), seed=seed_of(name))
+        assert_parts(result, reference.encode(name, x, "float16", seed=SEED), family)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -147,23 +147,23 @@ def test_surroundings_do_not_change_the_bits(name: str) -> None:
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         torch.set_default_dtype(dtype)
         try:
-            got = both(x)
+            result = both(x)
         finally:
             torch.set_default_dtype(torch.float32)
-        assert_bits(got, want, f"default dtype {dtype}")
+        assert_bits(result, want, f"default dtype {dtype}")
     with torch.autocast("cpu", torch.bfloat16):
-        got = both(x)
-    assert_bits(got, want, "autocast")
+        result = both(x)
+    assert_bits(result, want, "autocast")
     with torch.inference_mode():
-        got = both(x)
-    assert_bits(got, want, "inference")
-    got = both(x.clone().requires_grad_())
-    assert_bits(got, want, "autograd")
+        result = both(x)
+    assert_bits(result, want, "inference")
+    result = both(x.clone().requires_grad_())
+    assert_bits(result, want, "autograd")
 
 
-def assert_bits(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
+def assert_bits(result: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
     for key, tensor in want.items():
-        assert got[key].dtype == tensor.dtype and torch.equal(raw(got[key]), raw(tensor)), f"{what}: {key}"
+        assert result[key].dtype == tensor.dtype and torch.equal(raw(result[key]), raw(tensor)), f"{what}: {key}"
 
 
 @pytest.mark.parametrize("name", names())

@@ -23,10 +23,10 @@ ANY_FLOAT = st.floats(width=32, allow_nan=False)
 def test_any_bit_patterns_equal_the_reference(name: str, rows: int, cols: int, dtype: str, data: Any) -> None:
     bits = data.draw(arrays.arrays(np.uint32, (rows, cols), elements=st.integers(0, 2**32 - 1)))
     x = reference.as_dtype(bits.view(np.float32), dtype)
-    got = get(name).encode(tensor_of(x, dtype), seed=seed_of(name))
+    result = get(name).encode(tensor_of(x, dtype), seed=seed_of(name))
     want = reference.encode(name, x, dtype, seed=SEED)
-    assert_parts(got, want)
-    assert_same(get(name).decode(got, torch.float32), reference.decode_fp32(name, want))
+    assert_parts(result, want)
+    assert_same(get(name).decode(result, torch.float32), reference.decode_fp32(name, want))
 
 
 @PROPERTY
@@ -45,8 +45,8 @@ def test_any_shape_seed_plane_and_layout_equal_the_reference(
     x = make(family, shape, dtype, element_of(name))
     given_x = tensor_of(x, dtype)
     given_x = given_x.t().contiguous().t() if transposed else given_x
-    got = get(name).encode(given_x, seed=seed, plane=plane)
-    assert_parts(got, reference.encode(name, x, dtype, seed=seed, plane=plane))
+    result = get(name).encode(given_x, seed=seed, plane=plane)
+    assert_parts(result, reference.encode(name, x, dtype, seed=seed, plane=plane))
 
 
 @PROPERTY

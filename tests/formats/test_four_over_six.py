@@ -146,9 +146,9 @@ def test_an_error_that_is_no_number_leaves_six(name: str, family: str) -> None:
     s = reference.global_scale(g, of.block_max)
     with np.errstate(all="ignore"):
         six = reference.cast(np.fmin(amax / np.float32(6) * s, np.float32(448)), "e4m3")
-    got = parts["scale"].numpy()[:: of.rows]
+    result = parts["scale"].numpy()[:: of.rows]
     assert bad.any() or family in ("one_infinity", "infinities")
-    assert np.array_equal(got[bad], six[bad])
+    assert np.array_equal(result[bad], six[bad])
 
 
 def test_amax_from_outside_moves_the_global_scale_only() -> None:
@@ -156,5 +156,5 @@ def test_amax_from_outside_moves_the_global_scale_only() -> None:
     for name in NAMES:
         of = reference.meaning(name)
         amax = reference.amax_of(x, (1,)) * 3 if of.per_row else np.array([9.5], np.float32)
-        got = get(name).encode(tensor_of(x, "bfloat16"), amax=torch.from_numpy(amax))
-        assert_parts(got, reference.encode(name, x, "bfloat16", amax=amax), name)
+        result = get(name).encode(tensor_of(x, "bfloat16"), amax=torch.from_numpy(amax))
+        assert_parts(result, reference.encode(name, x, "bfloat16", amax=amax), name)

@@ -22,10 +22,10 @@ def test_a_given_scale_multiplies_and_its_inverse_is_stored(name: str, family: s
         if "pow2" in name:
             scale = np.exp2(np.floor(np.log2(scale))).astype(np.float32)
         given_scale = torch.from_numpy(scale).view(-1, 1) if per_row else torch.from_numpy(scale)
-        got = get(name).encode(tensor_of(x, "bfloat16"), scale=given_scale)
+        result = get(name).encode(tensor_of(x, "bfloat16"), scale=given_scale)
         want = reference.encode(name, x, "bfloat16", scale=scale)
-        assert_parts(got, want)
-        assert_same(get(name).decode(got, torch.float32), reference.decode_fp32(name, want))
+        assert_parts(result, want)
+        assert_same(get(name).decode(result, torch.float32), reference.decode_fp32(name, want))
 
 
 def test_a_given_scale_saturates_what_is_too_large() -> None:
@@ -39,8 +39,8 @@ def test_a_given_amax_replaces_the_own(name: str) -> None:
     x = make("normal", (6, 40), "bfloat16")
     for value in (0.0, 1e-38, 0.3, 7.0, 3.4e38, np.inf):
         amax = (np.full(6, value) * np.exp2(-np.arange(6)) if "row" in name else np.array([value])).astype(np.float32)
-        got = get(name).encode(tensor_of(x, "bfloat16"), amax=torch.from_numpy(amax))
-        assert_parts(got, reference.encode(name, x, "bfloat16", amax=amax), str(value))
+        result = get(name).encode(tensor_of(x, "bfloat16"), amax=torch.from_numpy(amax))
+        assert_parts(result, reference.encode(name, x, "bfloat16", amax=amax), str(value))
 
 
 @pytest.mark.parametrize("name", TWO_LEVEL)
@@ -49,10 +49,10 @@ def test_a_given_global_amax_leaves_block_amaxes_alone(name: str) -> None:
     x = make("normal", (17, 48), "bfloat16")
     for value in (0.0, 1e-38, 0.3, 5.0, 3.4e38, np.inf):
         amax = np.full(17 if of.per_row else 1, value, np.float32)
-        got = get(name).encode(tensor_of(x, "bfloat16"), amax=torch.from_numpy(amax), seed=seed_of(name))
+        result = get(name).encode(tensor_of(x, "bfloat16"), amax=torch.from_numpy(amax), seed=seed_of(name))
         want = reference.encode(name, x, "bfloat16", amax=amax, seed=SEED)
-        assert_parts(got, want, str(value))
-        assert_same(get(name).decode(got, torch.float32), reference.decode_fp32(name, want), str(value))
+        assert_parts(result, want, str(value))
+        assert_same(get(name).decode(result, torch.float32), reference.decode_fp32(name, want), str(value))
 
 
 @pytest.mark.parametrize("name", [*PER_TENSOR_OR_ROW, *TWO_LEVEL])

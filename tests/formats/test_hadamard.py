@@ -46,8 +46,8 @@ def test_rotation_is_the_exact_sum_rounded_once_where_fp32_holds_the_sum() -> No
 def test_rotation_of_normal_data_is_within_one_fp32_sum_of_the_exact_one() -> None:
     """15 additions each lose at most 2^-24 of the sum of magnitudes, and the rounding to bf16 half an ulp."""
     x = make("normal", (16, 64), "bfloat16")
-    got = hadamard.rotate(tensor_of(x, "bfloat16")).double().numpy().reshape(-1, 16)
-    for row, values in zip(x.reshape(-1, 16), got, strict=True):
+    result = hadamard.rotate(tensor_of(x, "bfloat16")).double().numpy().reshape(-1, 16)
+    for row, values in zip(x.reshape(-1, 16), result, strict=True):
         slack = 15 * 2.0**-24 * np.abs(row).sum() / 4
         for value, exact in zip(values, exact_rotation(row), strict=True):
             assert abs(value - float(exact)) <= slack + 2.0**-8 * (abs(float(exact)) + slack)
@@ -58,9 +58,9 @@ def test_rotation_of_normal_data_is_within_one_fp32_sum_of_the_exact_one() -> No
 def test_rotation_equals_the_reference_with_sums_in_order(family: str, dtype: str) -> None:
     for shape in ((5, 48), (3, 37), (1, 1)):
         x = make(family, shape, dtype)
-        got = hadamard.rotate(tensor_of(x, dtype))
-        assert got.dtype == torch.bfloat16
-        assert_same(got, reference.rotate(x))
+        result = hadamard.rotate(tensor_of(x, dtype))
+        assert result.dtype == torch.bfloat16
+        assert_same(result, reference.rotate(x))
 
 
 def test_fp32_input_is_rounded_to_bf16_before_it_is_rotated() -> None:
@@ -73,9 +73,9 @@ def test_fp32_input_is_rounded_to_bf16_before_it_is_rotated() -> None:
 def test_a_ragged_group_is_filled_with_zeros_and_kept() -> None:
     x = make("normal", (4, 21), "bfloat16")
     padded = np.pad(x, ((0, 0), (0, 11)))
-    got = hadamard.rotate(tensor_of(x, "bfloat16"))
-    assert got.shape == (4, 32)
-    assert torch.equal(got, hadamard.rotate(tensor_of(padded, "bfloat16")))
+    result = hadamard.rotate(tensor_of(x, "bfloat16"))
+    assert result.shape == (4, 32)
+    assert torch.equal(result, hadamard.rotate(tensor_of(padded, "bfloat16")))
 
 
 def test_unrotation_inverts_the_rotation_up_to_its_rounding() -> None:

@@ -45,21 +45,21 @@ def test_every_counter_and_key_gives_the_words_of_integer_arithmetic(
 def test_many_counters_at_once_give_what_each_gives_alone() -> None:
     words = torch.tensor([ANSWERS[0][0], ANSWERS[1][0], ANSWERS[2][0]]).t()
     key = (torch.tensor(5), torch.tensor(0xFFFFFFFF))
-    got = torch.stack(philox.philox_4x32((words[0], words[1], words[2], words[3]), key), 1)
-    assert [tuple(row) for row in got.tolist()] == [reference.philox(c, (5, 0xFFFFFFFF)) for c, _, _ in ANSWERS]
+    result = torch.stack(philox.philox_4x32((words[0], words[1], words[2], words[3]), key), 1)
+    assert [tuple(row) for row in result.tolist()] == [reference.philox(c, (5, 0xFFFFFFFF)) for c, _, _ in ANSWERS]
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**32, 2**63 - 1, -(2**63), 0x299F31D0_A4093822])
 @pytest.mark.parametrize("plane", ["row", "col"])
 def test_bytes_follow_the_element_order_of_the_plane(seed: int, plane: str) -> None:
     for rows, cols in ((1, 1), (1, 16), (3, 5), (7, 32), (4, 33)):
-        got = philox.random_bytes(torch.tensor([seed]), rows, cols, philox.PLANES[plane])
-        assert_same(got, reference.random_bytes(seed, rows, cols, plane), f"{rows} x {cols}")
+        result = philox.random_bytes(torch.tensor([seed]), rows, cols, philox.PLANES[plane])
+        assert_same(result, reference.random_bytes(seed, rows, cols, plane), f"{rows} x {cols}")
 
 
 def test_bytes_of_a_known_answer_come_out_low_byte_first() -> None:
-    got = philox.random_bytes(torch.tensor([0]), 1, 16, 0).flatten().tolist()
-    assert bytes(got) == b"".join(word.to_bytes(4, "little") for word in ANSWERS[0][2])
+    result = philox.random_bytes(torch.tensor([0]), 1, 16, 0).flatten().tolist()
+    assert bytes(result) == b"".join(word.to_bytes(4, "little") for word in ANSWERS[0][2])
 
 
 def test_plane_words_are_0_for_row_and_1_for_col() -> None:
@@ -71,8 +71,8 @@ def test_stream_depends_on_position_alone() -> None:
     seed = torch.tensor([77])
     long = philox.random_bytes(seed, 1, 480, 1).flatten()
     for rows, cols in ((30, 16), (16, 30), (5, 17), (1, 479)):
-        got = philox.random_bytes(seed, rows, cols, 1).flatten()
-        assert torch.equal(got, long[: rows * cols])
+        result = philox.random_bytes(seed, rows, cols, 1).flatten()
+        assert torch.equal(result, long[: rows * cols])
 
 
 def test_empty_planes_draw_nothing() -> None:

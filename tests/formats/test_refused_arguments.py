@@ -55,8 +55,8 @@ def test_per_row_amaxes_span_no_rows():
 def test_derive_of_an_odd_width_is_the_transpose(cols):
     x = torch.randn(32, cols)
     want = get("nvfp4_16x16").encode(x.t())
-    got = get("nvfp4_16x16").derive(get("nvfp4_16x16").encode(x), cols)
-    assert all(torch.equal(got[k], want[k]) for k in want)
+    result = get("nvfp4_16x16").derive(get("nvfp4_16x16").encode(x), cols)
+    assert all(torch.equal(result[k], want[k]) for k in want)
 
 
 def test_a_given_scale_that_is_no_power_of_two_keeps_factors_equal_to_decode():

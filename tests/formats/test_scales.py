@@ -63,11 +63,11 @@ def test_e8m0_is_the_power_of_two_above_the_exact_ratio(name: str, amaxes: str) 
     build, dtype = AMAXES[amaxes]
     amax, largest = build(), LARGEST[reference.meaning(name).element]
     finite = amax[np.isfinite(amax)][:, None]
-    got = get(name).encode(tensor_of(finite, dtype))["scale"].numpy()
-    wrong = finite[got != exact_e8m0(finite, largest)]
+    result = get(name).encode(tensor_of(finite, dtype))["scale"].numpy()
+    wrong = finite[result != exact_e8m0(finite, largest)]
     exception = np.nextafter(np.float32(largest * 2.0**-127), np.float32(1))
     assert wrong.tolist() == ([float(exception)] if dtype == "float32" else [])
-    assert not len(wrong) or int(got[finite == exception][0]) == 0
+    assert not len(wrong) or int(result[finite == exception][0]) == 0
 
 
 def test_e8m0_exceptions_are_the_documented_numbers() -> None:
@@ -199,11 +199,11 @@ def unfolded_scale(x: reference.Array) -> reference.Array:
 def test_a_sixth_is_folded_into_the_global_scale() -> None:
     """On this data the other order gives other block scales, so equality is no accident."""
     x = make("normal", (512, 1024), "bfloat16")
-    got = get("nvfp4_row").encode(tensor_of(x, "bfloat16"))
+    result = get("nvfp4_row").encode(tensor_of(x, "bfloat16"))
     want = reference.encode("nvfp4_row", x, "bfloat16")
     differ = unfolded_scale(x) != want["scale"]
     assert 0 < differ.mean() < 0.01
-    assert_parts(got, want)
+    assert_parts(result, want)
     row = int(differ.any(axis=1).argmax())
     one = x[row : row + 1]
     assert_parts(get("nvfp4").encode(tensor_of(one, "bfloat16")), reference.encode("nvfp4", one, "bfloat16"))
@@ -237,8 +237,8 @@ def test_global_scale_of_extreme_amaxes(g: float, block_max: float, s: float | N
     x = np.full((1, 16), g, np.float32)
     x[0, 1:] = 0
     want = reference.encode("nvfp4", x)
-    got = get("nvfp4").encode(torch.from_numpy(x))
-    assert_parts(got, want)
+    result = get("nvfp4").encode(torch.from_numpy(x))
+    assert_parts(result, want)
     of_g = reference.global_scale(np.array([g], np.float32), block_max)
     assert float(of_g[0]) == (float(FLT_MAX) if s is None else s)
 

@@ -18,14 +18,14 @@ def test_block_amax_ignores_nan_and_keeps_infinity(family: str) -> None:
     for dtype in (*DTYPES, "float16"):
         x = make(family, (32, 48), dtype)
         blocks = reference.tiles(x, 16, 16)
-        got = elements.block_amax(tensor_of(blocks.transpose(0, 2, 1, 3), dtype))
-        assert_same(got, reference.amax_of(blocks, (2, 3)), dtype)
+        result = elements.block_amax(tensor_of(blocks.transpose(0, 2, 1, 3), dtype))
+        assert_same(result, reference.amax_of(blocks, (2, 3)), dtype)
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 3, 16), (2, 16, 3, 0), (0, 16, 3, 16), (1, 0, 1, 0)])
 def test_block_amax_of_empty_blocks_is_zero(shape: tuple[int, int, int, int]) -> None:
-    got = elements.block_amax(torch.zeros(shape, dtype=torch.bfloat16))
-    assert got.dtype == torch.float32 and got.shape == (shape[0], shape[2]) and not got.any()
+    result = elements.block_amax(torch.zeros(shape, dtype=torch.bfloat16))
+    assert result.dtype == torch.float32 and result.shape == (shape[0], shape[2]) and not result.any()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -39,16 +39,16 @@ def test_cast_rounds_the_fp32_product_and_values_undo_it(name: str) -> None:
     assert codes.dtype == element.stored_dtype
     assert_same(codes.view(torch.uint8), want)
     for dtype in ("float32", "bfloat16", "float16"):
-        got = elements.values(codes, torch.from_numpy(multiplier), element, getattr(torch, dtype))
-        assert_same(got, reference.as_dtype(reference.values_of(name)[want] * multiplier, dtype))
+        result = elements.values(codes, torch.from_numpy(multiplier), element, getattr(torch, dtype))
+        assert_same(result, reference.as_dtype(reference.values_of(name)[want] * multiplier, dtype))
 
 
 def test_stochastic_cast_takes_the_bits_in_place() -> None:
     x = make("normal", (16, 32), "bfloat16").reshape(1, 16, 2, 16)
     bits = np.random.default_rng(0).integers(0, 256, x.shape).astype(np.uint8)
     multiplier = torch.full((1, 1, 2, 1), 1.7)
-    got = elements.cast_stochastic(tensor_of(x, "bfloat16"), multiplier, torch.from_numpy(bits), elements.E2M1)
-    assert_same(got, reference.cast(reference.cast_stochastic(x * np.float32(1.7), bits), "e2m1"))
+    result = elements.cast_stochastic(tensor_of(x, "bfloat16"), multiplier, torch.from_numpy(bits), elements.E2M1)
+    assert_same(result, reference.cast(reference.cast_stochastic(x * np.float32(1.7), bits), "e2m1"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,6 +66,6 @@ def test_exponent_scale_covers_every_exponent_infinity_and_nan(name: str) -> Non
 
 
 def test_biased_exponents_make_powers_of_two() -> None:
-    got = elements.power_of_two(torch.arange(-1, 256, dtype=torch.int32)).numpy()
-    assert np.isnan(got[0]) and np.isnan(got[256])
-    assert np.array_equal(got[1:256].astype(np.float64), np.exp2(np.arange(255) - 127.0))
+    result = elements.power_of_two(torch.arange(-1, 256, dtype=torch.int32)).numpy()
+    assert np.isnan(result[0]) and np.isnan(result[256])
+    assert np.array_equal(result[1:256].astype(np.float64), np.exp2(np.arange(255) - 127.0))

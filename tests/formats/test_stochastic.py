@@ -29,8 +29,8 @@ def test_streams_of_both_planes_equal_the_reference(name: str, plane: str) -> No
     for shape in ((32, 64), (7, 19), (33, 48)):
         x = make("normal", shape, "bfloat16")
         for seed in (0, 1, 2**63, 2**64 - 1, -(2**63)):
-            got = get(name).encode(tensor_of(x, "bfloat16"), seed=seed, plane=plane)
-            assert_parts(got, reference.encode(name, x, "bfloat16", seed=seed, plane=plane), f"{shape} {seed}")
+            result = get(name).encode(tensor_of(x, "bfloat16"), seed=seed, plane=plane)
+            assert_parts(result, reference.encode(name, x, "bfloat16", seed=seed, plane=plane), f"{shape} {seed}")
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
