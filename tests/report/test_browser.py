@@ -32,12 +32,12 @@ class Visit:
     """A page that is open, with every message and every request that it caused."""
 
     def __init__(self, browser: Any, path: Path, width: int, scheme: str) -> None:
-        self.said: list[str] = []
-        self.asked: list[str] = []
+        self.messages: list[str] = []
+        self.requests: list[str] = []
         self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("console", lambda message: self.messages.append(message.text))
+        self.page.on("pageerror", lambda error: self.messages.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri())
 
     def overflow(self) -> int:
@@ -87,8 +87,8 @@ def test_the_charts_are_there_with_real_points(
     assert visit.overflow() <= 0
     page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
     assert visit.overflow() <= 0
-    assert visit.said == []
-    assert visit.asked == [path.as_uri()]
+    assert visit.messages == []
+    assert visit.requests == [path.as_uri()]
     page.close()
 
 
@@ -116,7 +116,7 @@ def test_every_text_can_be_read_on_a_phone(
     visit = Visit(browser, path, 390, scheme)
     visit.page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
     assert visit.page.evaluate(SMALLEST) >= 11.5
-    assert visit.overflow() <= 0 and visit.said == []
+    assert visit.overflow() <= 0 and visit.messages == []
     card = visit.page.locator("figure.card").first
     assert card.locator("svg").count() == 3
     assert all(box["width"] > 250 for box in (card.locator("svg").nth(at).bounding_box() for at in range(3)))
@@ -136,7 +136,7 @@ def test_a_broken_result_is_a_whole_page(
     assert visit.page.get_by_text("diverged: its loss is not a finite number from step 50").is_visible()
     visit.page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
     assert visit.overflow() <= 0
-    assert visit.said == []
+    assert visit.messages == []
     visit.page.close()
 
 
