@@ -138,9 +138,9 @@ def small_ops() -> nn.ModuleDict:
     return nn.ModuleDict(results | further).to(torch.bfloat16)
 
 
-def outputs_of(made: nn.ModuleDict) -> Tensor:
+def outputs_of(modules: nn.ModuleDict) -> Tensor:
     """What all the ops give for one input, flat, one after the other."""
-    return torch.cat([op(matrix(4)).float().flatten() for op in made.values()])
+    return torch.cat([op(matrix(4)).float().flatten() for op in modules.values()])
 
 
 class NamedLinear(nn.Linear):
@@ -197,7 +197,7 @@ def values() -> dict[str, Any]:
         "quantizer": Quantizer(formats.get("mxfp8_e4m3"), formats.get("nvfp4_rht"), "rowwise_dequantized"),
         "quantizer identity": Quantizer(),
         "quantizer delayed": Quantizer(*[formats.get("fp8_e4m3_delayed")] * 2, history=History(margin=1)),
-        **{f"handle {type(made).__name__}": made for made in handles()},
+        **{f"handle {type(handle).__name__}": handle for handle in handles()},
         "usage": BOTH._replace(columnwise=False),
         "context": QuantizeContext(SHARD),
         "context local": LOCAL,

@@ -35,10 +35,10 @@ def names(prefix: str) -> list[str]:
     return sorted(path.name.removesuffix(".pt.gz") for path in cases.FOLDER.glob(f"{prefix}*.pt.gz"))
 
 
-def same_output(got: Any, want: Any) -> None:
+def same_output(result: Any, want: Any) -> None:
     """Bit for bit on a machine like the one that wrote the file; elsewhere sums may have another order."""
     exact = {"rtol": 0.0, "atol": 0.0} if SAME_MACHINE else {"rtol": 0.05, "atol": 0.05}
-    torch.testing.assert_close(got, want, **exact)
+    torch.testing.assert_close(result, want, **exact)
 
 
 @pytest.mark.parametrize("recipe", cases.RECIPES)
@@ -65,7 +65,7 @@ def test_state_dicts_of_delayed_scaling_hold_its_histories() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in names("module-") if name != "module-ops"])
-def test_pickled_modules(name: str) -> None:
+def test_pickled_modules_give_the_output_of_their_release(name: str) -> None:
     stored = load(name)
     _, call = cases.modules()[name.removeprefix("module-")]
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_pickled_modules_have_what_modules_have_now(name: str) -> None:
         assert [name for name in vars(module) if not hasattr(old[path], name)] in ([], ["_rewritten"])
 
 
-def test_pickled_ops() -> None:
+def test_pickled_ops_give_the_output_of_their_release() -> None:
     stored = load("module-ops")
     assert list(stored["module"]) == list(cases.small_ops())
     with torch.no_grad():
@@ -108,12 +108,12 @@ VALUES = cases.values()
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_pickled_values(name: str) -> None:
-    got, want = load("values")[name], VALUES[name]
-    assert type(got) is type(want)
-    assert got == want
-    assert hash(got) == hash(want)
-    assert repr(got) == repr(want)
+def test_pickled_values_equal_those_of_today(name: str) -> None:
+    result, want = load("values")[name], VALUES[name]
+    assert type(result) is type(want)
+    assert result == want
+    assert hash(result) == hash(want)
+    assert repr(result) == repr(want)
 
 
 def test_the_values_are_all_there() -> None:
@@ -122,10 +122,10 @@ def test_the_values_are_all_there() -> None:
 
 @pytest.mark.parametrize("name", [name for name in VALUES if name.startswith("recipe")])
 def test_pickled_recipes_give_the_same_quantizers(name: str) -> None:
-    got, want = load("values")[name], VALUES[name]
+    result, want = load("values")[name], VALUES[name]
     for tensor_type in ("input", "weight", "grad_output"):
         role = recipes.QuantizerRole("linear", tensor_type, "layers.1")
-        assert got(role) == want(role)
+        assert result(role) == want(role)
 
 
 def test_a_pickled_handle_of_delayed_scaling() -> None:
@@ -140,15 +140,15 @@ TENSORS = cases.tensors()
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_quantized_tensors(name: str) -> None:
+def test_quantized_tensors_load_with_their_bytes(name: str) -> None:
     stored, want = load("tensors", weights_only=True)[name], TENSORS[name]
-    got = stored["tensor"]
-    assert type(got) is type(want)
-    assert isinstance(got, torch.nn.Parameter) == isinstance(want, torch.nn.Parameter)
-    assert got.requires_grad == want.requires_grad
-    assert torch.equal(got.detach().dequantize(), stored["decoded"])
-    assert got.quantizer == want.quantizer
-    for plane, other in zip(got.planes, want.planes, strict=True):
+    result = stored["tensor"]
+    assert type(result) is type(want)
+    assert isinstance(result, torch.nn.Parameter) == isinstance(want, torch.nn.Parameter)
+    assert result.requires_grad == want.requires_grad
+    assert torch.equal(result.detach().dequantize(), stored["decoded"])
+    assert result.quantizer == want.quantizer
+    for plane, other in zip(result.planes, want.planes, strict=True):
         assert (plane is None) == (other is None)
         if plane is not None:
             assert plane.format == other.format
@@ -170,7 +170,7 @@ def test_an_optimizer_goes_on_from_its_state() -> None:
     same_output(cases.masters(adamw), stored["masters"])
 
 
-def test_a_pickled_optimizer() -> None:
+def test_a_pickled_optimizer_goes_on() -> None:
     adamw = load("optimizer")
     assert isinstance(adamw, duotone.optim.AdamW)
     before = [p.detach().float().clone() for p in adamw.param_groups[0]["params"]]
@@ -181,17 +181,17 @@ def test_a_pickled_optimizer() -> None:
     assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
-def test_a_pickled_tap() -> None:
+def test_a_pickled_tap_has_its_rows() -> None:
     stored = load("tap")
-    for got, want in zip(stored["tap"].rows(), stored["rows"], strict=True):
-        assert {key: got[key] for key in want} == want
+    for result, want in zip(stored["tap"].rows(), stored["rows"], strict=True):
+        assert {key: result[key] for key in want} == want
 
 
 RECIPE_FILES = json.loads((cases.FOLDER / "recipes.json").read_text())
 
 
 @pytest.mark.parametrize("name", sorted(cases.built_in_recipes().keys() & RECIPE_FILES.keys()))
-def test_recipe_files(name: str) -> None:
+def test_recipe_files_load_with_a_warning_of_renamed_fields(name: str) -> None:
     with pytest.warns(DeprecationWarning, match="has been renamed: use (min_weight|wgrad_input)_"):
         read = recipes.from_dict(RECIPE_FILES[name])
     assert read == cases.built_in_recipes()[name]
@@ -223,7 +223,7 @@ def test_old_modules_leave_public_names_alone() -> None:
     assert callable(duotone.observe.ledger)
 
 
-def test_a_schedule_file() -> None:
+def test_a_schedule_file_loads_with_a_warning_of_renamed_fields() -> None:
     with pytest.warns(DeprecationWarning):
         assert recipes.any_from_dict(RECIPE_FILES["schedule"]) == VALUES["schedule"]
 
