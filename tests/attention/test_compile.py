@@ -46,27 +46,27 @@ def compare(eager: nn.Module, *inputs: Tensor, **options) -> None:
 
 
 @pytest.mark.parametrize(("kind", "lengths"), [("causal", False), ("padding_causal", True)])
-def test_dot_product_attention(kind, lengths) -> None:
+def test_dot_product_attention_compiles_to_the_bits_of_eager(kind, lengths) -> None:
     core = DotProductAttention(4, 8, num_gqa_groups=2, attn_mask_type=kind, window_size=(2, 0), qkv_format="bshd")
     options = {"cu_seqlens_q": torch.tensor([0, 3, 8])} if lengths else {}
     compare(core, torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 8), **options)
 
 
 @pytest.mark.parametrize(("name", "norm"), [("mxfp8", "RMSNorm"), ("fp8-delayed", None)])
-def test_multihead_attention(name, norm) -> None:
+def test_multihead_attention_compiles_to_the_bits_of_eager(name, norm) -> None:
     options = {"input_layernorm": norm is not None, "qk_norm_type": norm, "recipe": recipes.load(name)}
     module = MultiheadAttention(32, 4, attention_dropout=0.0, fuse_qkv_params=True, name="a", **options)
     compare(module, torch.randn(5, 2, 32), rotary_pos_emb=RotaryPositionEmbedding(8)(5))
 
 
-def test_packed_multihead_attention() -> None:
+def test_packed_multihead_attention_compiles_to_the_bits_of_eager() -> None:
     options = {"attn_mask_type": "padding_causal", "qkv_format": "thd", "attention_dropout": 0.0}
     module = MultiheadAttention(32, 4, fuse_qkv_params=True, **options)
     cu = torch.tensor([0, 3, 7])
     compare(module, torch.randn(7, 32), rotary_pos_emb=RotaryPositionEmbedding(8)(7), cu_seqlens_q=cu)
 
 
-def test_a_whole_layer() -> None:
+def test_a_whole_layer_compiles_to_the_bits_of_eager() -> None:
     options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True}
     compare(TransformerLayer(32, 48, 4, activation="swiglu", **options), torch.randn(5, 2, 32))
 

@@ -45,7 +45,7 @@ def near(results: list[list[Tensor]], bound: float) -> None:
         ("arbitrary", None, {"attention_mask": torch.arange(128)[:, None] < torch.arange(128) + 5}),
     ],
 )
-def test_dot_product_attention(kind, window, arguments, widths, dtype) -> None:
+def test_dot_product_attention_on_cuda_is_near_the_cpu(kind, window, arguments, widths, dtype) -> None:
     """The arbitrary mask leaves queries without any key."""
     core = DotProductAttention(8, widths, num_gqa_groups=2, attn_mask_type=kind, window_size=window, qkv_format="bshd")
     shapes = ((8, widths[0]), (2, widths[0]), (2, widths[1]))
@@ -53,14 +53,14 @@ def test_dot_product_attention(kind, window, arguments, widths, dtype) -> None:
     near(both(core, inputs, **arguments), 1e-2 if dtype is torch.float32 else 3e-2)
 
 
-def test_packed_sequences() -> None:
+def test_packed_sequences_on_cuda_are_near_the_cpu() -> None:
     core = DotProductAttention(8, 64, num_gqa_groups=2, attn_mask_type="padding_causal", qkv_format="thd")
     inputs = [torch.randn(130, count, 64).bfloat16() for count in (8, 2, 2)]
     near(both(core, inputs, cu_seqlens_q=EDGES), 3e-2)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_whole_layer(compiled) -> None:
+def test_a_whole_layer_on_cuda_is_near_the_cpu(compiled) -> None:
     options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True, "qk_norm_type": "RMSNorm"}
     layer = TransformerLayer(256, 512, 4, recipe=recipes.load("fp8-current"), params_dtype=torch.bfloat16, **options)
     x, angles = torch.randn(64, 2, 256).bfloat16(), RotaryPositionEmbedding(64)(64)

@@ -132,7 +132,7 @@ PATTERNS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_patterns_of_other_models(name: str) -> None:
+def test_fused_patterns_of_other_models_keep_their_output(name: str) -> None:
     torch.manual_seed(0)
     m = duotone.convert(MODELS[name]().eval(), "mxfp8")
     tokens = torch.randint(3, 60, (2, 16))

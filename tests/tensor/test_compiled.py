@@ -24,7 +24,7 @@ def compiled(function):
 @pytest.mark.parametrize(
     "name", ["identity", "fp8", "fp8_row", "128x128", "mxfp8", "nvfp4_rht", "nvfp4|mxfp8", "mxfp8>nvfp4"]
 )
-def test_quantizers(name) -> None:
+def test_quantizers_compile_and_give_whole_tensors(name) -> None:
     """core 21: the tensor comes out whole, and can be used inside."""
     q, usages = QUANTIZERS[name], (BOTH, ROW, COLUMN)
     tensors = compiled(lambda x: [q.quantize(x, usage=usage) for usage in usages])(X)
@@ -56,7 +56,7 @@ def test_a_write_has_the_bytes_of_eager(name: str) -> None:
 
 
 @pytest.mark.parametrize("make", [MXFP8Quantizer, Float8CurrentScalingQuantizer, NVFP4Quantizer])
-def test_handles(make) -> None:
+def test_handles_compile_to_the_bytes_of_eager(make) -> None:
     handle = make(columnwise=False)
     result = compiled(lambda x: handle(x))(X)
     assert same(result, handle(X)) and result.get_usages() == {"rowwise": True, "columnwise": False}

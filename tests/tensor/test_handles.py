@@ -110,7 +110,7 @@ def test_destinations_must_hold_the_formats(usage) -> None:
 
 
 @pytest.mark.parametrize("make", LEAVES.values(), ids=LEAVES.keys())
-def test_calibrate(make) -> None:
+def test_calibrate_records_the_amax_under_delayed_scaling_alone(make) -> None:
     """core 13: delayed scaling records the largest magnitude, everything else does nothing."""
     handle = make()
     assert handle.calibrate(torch.tensor([[1.0, -5.0]])) is None
@@ -154,7 +154,7 @@ def test_delayed_handle_quantizes_with_its_scale() -> None:
         (lambda: hybrid(MXFP8Quantizer(), NVFP4Quantizer(), columnwise_source="row"), ValueError, "'row' is unknown"),
     ],
 )
-def test_bad_arguments(make, error, text) -> None:
+def test_a_bad_argument_is_one_line(make, error, text) -> None:
     """core 17, 18; hybrid 1, 2, 3, 4."""
     with pytest.raises(error, match=text) as caught:
         make()

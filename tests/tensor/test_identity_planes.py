@@ -31,7 +31,7 @@ def test_gradients_pass_as_those_of_every_format() -> None:
     assert not IdentityQuantizer()(x.detach()).requires_grad
 
 
-def test_usages_and_noop() -> None:
+def test_identity_planes_follow_from_each_other_and_obey_a_noop_flag() -> None:
     """hybrid 70: either plane follows from the other at no cost; a noop_flag keeps the values."""
     x = torch.randn(8, 16)
     t = ID.quantize(x.clone())

@@ -52,7 +52,7 @@ WAYS = {"pickle": lambda t: pickle.loads(pickle.dumps(t)), "deepcopy": copy.deep
 @every_quantizer
 @every_usage
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-def test_round_trips(q, usage, way) -> None:
+def test_a_round_trip_keeps_bytes_formats_and_quantizer(q, usage, way) -> None:
     """core 40; hybrid 36: bytes, formats, quantizer, shape, dtype; then it is written and read as ever."""
     x = torch.randn(2, 16, 64).bfloat16()
     t = q.quantize(x, usage=usage)
@@ -243,7 +243,7 @@ def test_prepare_and_restore_out_of_turn() -> None:
 
 @every_quantizer
 @every_usage
-def test_clear(q, usage) -> None:
+def test_clear_frees_memory_and_keeps_the_shape(q, usage) -> None:
     """core 42; hybrid 26: memory goes at once though others hold the buffers; again is no error; the shape stays."""
     t = q.quantize(torch.randn(32, 64), usage=usage)
     copy = t.detach()

@@ -85,7 +85,7 @@ def test_strided_sliced_and_n_d_input(q, dtype) -> None:
 
 @every_quantizer
 @every_usage
-def test_empty_tensors(q, usage) -> None:
+def test_empty_tensors_keep_their_shape(q, usage) -> None:
     """core 4."""
     for shape in ((0, 64), (48, 0), (0,), (2, 0, 16)):
         t = q.quantize(torch.empty(shape).bfloat16(), usage=usage)
@@ -144,7 +144,7 @@ def test_other_dtypes_are_one_clear_error(q, dtype) -> None:
 
 @every_quantizer
 @every_usage
-def test_noop_flag(q, usage) -> None:
+def test_a_noop_flag_keeps_every_byte_and_amax(q, usage) -> None:
     """core 7; hybrid 16: 1 keeps every byte and amax, 0 writes, also from a quantized source."""
     x, y, slot = torch.randn(SHAPE), 9 * torch.randn(SHAPE), Slot(4.0)
     ctx = QuantizeContext(slots=(slot, None) if any(q.delayed) else (None, None))
@@ -167,7 +167,7 @@ def test_noop_flag_is_read_on_the_device(name) -> None:
         assert t.dequantize().shape == SHAPE
 
 
-def test_bad_noop_flags() -> None:
+def test_a_bad_noop_flag_is_refused_and_changes_nothing() -> None:
     """core 7; issue, bad input."""
     q, x = QUANTIZERS["mxfp8"], torch.randn(SHAPE)
     t = q.quantize(x)

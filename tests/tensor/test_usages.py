@@ -29,7 +29,7 @@ LOSSLESS = ("identity", "fp8", "fp8_delayed", "128x128", "mxfp8_32x32", "nvfp4_1
 
 @pytest.mark.parametrize("name", QUANTIZERS)
 @every_usage
-def test_update_usage(name, usage) -> None:
+def test_update_usage_derives_drops_or_refuses_planes(name, usage) -> None:
     """core 24, 25, 26; hybrid 22: keep, drop and demand; derived bits are encoded bits; a failure changes nothing."""
     for request_ in REQUESTS:
         q, x = QUANTIZERS[name], torch.randn(32, 64)
@@ -117,7 +117,7 @@ def test_a_shell_knows_its_shape_and_refuses_the_rest() -> None:
 @every_quantizer
 @every_usage
 @every_dtype
-def test_dequantize(q, usage, dtype) -> None:
+def test_dequantize_reads_the_more_precise_plane_in_each_dtype(q, usage, dtype) -> None:
     """core 27; hybrid 23: nominal and explicit dtype, the more precise plane, and no quantizer needed."""
     x = torch.randn(2, 24, 80).to(dtype)
     matrix = x.reshape(48, 80)

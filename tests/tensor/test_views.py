@@ -65,7 +65,7 @@ def test_what_gives_a_plain_tensor(op, name, usage) -> None:
 
 @every_quantizer
 @every_usage
-def test_views(q, usage) -> None:
+def test_views_share_the_planes(q, usage) -> None:
     """core 32; hybrid 27: any shape; the planes are the same objects, and writes go both ways."""
     for shape in ((32, 64), (-1,), (2, -1, 64), (32, 32, 2), (1, 2048)):
         t = q.quantize(torch.randn(2, 16, 64), usage=usage)
@@ -252,7 +252,7 @@ def test_a_subclass_survives() -> None:
 
 @every_quantizer
 @every_usage
-def test_moves(q, usage) -> None:
+def test_a_move_keeps_bytes_and_another_dtype_gives_a_plain_tensor(q, usage) -> None:
     """core 37; hybrid 35: a move keeps class, formats and bytes; another dtype gives a plain tensor."""
     t = q.quantize(torch.randn(32, 64).bfloat16(), usage=usage)
     assert t.cpu() is t and t.to(torch.bfloat16) is t and t.contiguous() is t

@@ -64,7 +64,7 @@ IN_PLACE = {
 
 @pytest.mark.parametrize("op", IN_PLACE.values(), ids=IN_PLACE.keys())
 @pytest.mark.parametrize("name", ["identity", "fp8", "mxfp8", "128x128", "nvfp4_rht", "nvfp4|mxfp8", "mxfp8|identity"])
-def test_in_place(op, name) -> None:
+def test_an_op_in_place_requantizes_at_the_same_addresses(op, name) -> None:
     """core 34: dequantize, compute, requantize; the same object, the same addresses, one new version."""
     q = QUANTIZERS[name]
     for usage in (BOTH, COLUMN):
@@ -85,7 +85,7 @@ def test_in_place_on_plain_tensors_with_quantized_operands() -> None:
     assert all(type(p) is torch.Tensor for p in torch._foreach_add([t, t], 1.0))
 
 
-def test_several_outputs() -> None:
+def test_an_op_with_several_outputs_writes_each_by_name() -> None:
     """core 34: each argument that the schema writes, by name; what is returned is what was given."""
     values, indices = FP8.quantize(torch.zeros(64)), torch.zeros(64, dtype=torch.long)
     result = torch.ops.aten.max.dim_max(Y, 0, max=values, max_values=indices)
@@ -154,7 +154,7 @@ def test_set_item_of_whole_blocks_leaves_the_others_alone() -> None:
 
 @every_quantizer
 @every_usage
-def test_copy_of_bytes(q, usage) -> None:
+def test_a_copy_of_equal_formats_copies_bytes(q, usage) -> None:
     """core 35: equal formats and usages copy bytes, whatever they mean; nothing is shared after."""
     source, target = q.quantize(X.clone(), usage=usage), q.quantize(Y.clone(), usage=usage)
     for plane in source.planes:
@@ -263,7 +263,7 @@ def test_data_of_a_quantized_tensor() -> None:
     assert same(w, MX.quantize(FP8.quantize(Y).dequantize(), usage=COLUMN))
 
 
-def test_bad_data() -> None:
+def test_bad_data_is_refused_and_changes_nothing() -> None:
     """core 38; issue, bad input."""
     t = MX.quantize(X)
     before = snapshot(t)
@@ -274,7 +274,7 @@ def test_bad_data() -> None:
     assert same_parts(snapshot(t), before)
 
 
-def test_update_quantizer() -> None:
+def test_update_quantizer_changes_later_writes_alone() -> None:
     """core 43, 51: later writes change, bytes do not; other formats, and things that are none, are refused."""
     t = MX.quantize(X)
     before = snapshot(t)
@@ -359,7 +359,7 @@ def test_an_optimizer_writes_long_lists_in_parts(monkeypatch: pytest.MonkeyPatch
             assert torch.equal(plain(result.detach()), plain(want.detach())), options
 
 
-def test_state_dicts() -> None:
+def test_a_state_dict_copies_bytes_or_requantizes() -> None:
     """hybrid 48; core 40: quantized into quantized copies bytes, high precision into quantized requantizes."""
 
     def module(x: torch.Tensor) -> torch.nn.Module:
