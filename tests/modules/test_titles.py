@@ -97,3 +97,23 @@ def test_rules_by_place_refuse_children_of_a_module_without_a_name() -> None:
         model = nn.Sequential(child)
         with pytest.raises(duotone.RecipeError, match=r"call duotone\.assign_names"), duotone.autocast(recipe=recipe):
             model(torch.randn(4, K))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "pieces"),
+    [
+        (lambda: duotone.TransformerLayer(K, K, 2, fuse_qkv_params=False), "self_attention.layernorm_qkv", "query"),
+        (lambda: duotone.LayerNormMLP(K, K, activation="swiglu", split_gate=True), "fc1", "gate"),
+    ],
+    ids=["attention", "gated MLP"],
+)
+def test_a_weight_in_pieces_that_should_be_quantized_is_an_error_in_the_users_words(module, name, pieces) -> None:
+    """It named an option of a linear that the user of a TransformerLayer never saw."""
+    words = rf"is stored as {pieces}_weight, .*fuse_qkv_params=True, an MLP without split_gate"
+    model = nn.Sequential(module())
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(duotone.UserError, match=rf"^the weight of 0\.{name} {words}"):
+        duotone.convert_parameters(model, "mxfp8")
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    with pytest.raises(duotone.UserError, match=words), duotone.quantized_model_init(recipe="mxfp8"):
+        module()

@@ -19,7 +19,7 @@ from duotone.linear.plan_builder import build_plan
 from duotone.pipeline.op import is_distributed
 from duotone.planned import delayed_states
 from duotone.planned.planned import Planned
-from duotone.planned.split_parameters import is_split
+from duotone.planned.split_parameters import require_one_weight
 from duotone.planned.weights import quantized_parameter, replace
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.tensor import QuantizedTensor, Quantizer
@@ -119,8 +119,7 @@ def _refuse_parts(name: str, module: Planned) -> None:
     """UserError if a weight consists of other parameters, or is a part of another parameter."""
     if is_parametrized(module, "weight"):
         raise UserError(f"the weight of {name} is parametrized, so it is no parameter; remove its parametrizations")
-    if is_split(module):
-        raise UserError(f"the weight of {name} is split into parameters; build it without parameters_split")
+    require_one_weight(module, name)
     if any(is_distributed(weight) and owners(shard_of(weight))[0] for weight in module.weight_parameters):
         remedy = "call duotone.convert_parameters before fully_shard, or build it in duotone.quantized_model_init"
         raise UserError(f"the weight of {name} is sharded already; {remedy}")

@@ -62,6 +62,16 @@ def is_split(module: nn.Module) -> bool:
     return "_split_names" in module.__dict__
 
 
+def require_one_weight(module: nn.Module, name: str) -> None:
+    """UserError if the weight of the module of that name is pieces, which cannot be quantized parameters."""
+    if is_split(module):
+        names = ", ".join(f"{name}_weight" for name in module.__dict__["_split_names"])
+        raise UserError(
+            f"the weight of {name} is stored as {names}, and only one whole weight can be a quantized parameter; build "
+            "attention with fuse_qkv_params=True, an MLP without split_gate, and a linear without parameters_split"
+        )
+
+
 def pieces(module: nn.Module, kind: str) -> tuple[nn.Parameter, ...]:
     """The parameters that the "weight" or the "bias" is split into; none of a bias that is not there."""
     if kind in module._parameters:

@@ -16,7 +16,7 @@ from duotone.pipeline.op import is_distributed
 from duotone.pipeline.titles import title
 from duotone.planned.delayed_states import name_on_all_ranks
 from duotone.planned.sent_weights import send_planes
-from duotone.planned.split_parameters import is_split
+from duotone.planned.split_parameters import is_split, require_one_weight
 from duotone.state.autocast_context import DEFAULT_RECIPE, HIGH_PRECISION
 from duotone.state.delayed import DelayedState
 from duotone.state.parameters import construction
@@ -124,9 +124,7 @@ def quantize_weights(module: "Planned") -> None:
     region = construction()
     if region is None or not region.enabled:
         return
-    if is_split(module):
-        remedy = "use one (attention: fuse_qkv_params=True)"
-        raise UserError(f"{title(module)}: parameters_split excludes quantized_model_init; {remedy}")
+    require_one_weight(module, title(module))
     recipe = region.recipe or (DEFAULT_RECIPE if module.recipe == HIGH_PRECISION else module.recipe)
     quantizer = module.plans.plan(recipe).weight.quantizer
     module.recipe = recipe if module.recipe == HIGH_PRECISION else module.recipe
