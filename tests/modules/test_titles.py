@@ -1,6 +1,8 @@
 """Messages name a module by its full name in the model, also where nobody called `assign_names`."""
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch._dynamo import exc as dynamo
 
 import duotone
 from duotone import observe, recipes
+from duotone.pipeline import titles
 
 K = 32
 
@@ -117,3 +120,27 @@ def test_a_weight_in_pieces_that_should_be_quantized_is_an_error_in_the_users_wo
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     with pytest.raises(duotone.UserError, match=words), duotone.quantized_model_init(recipe="mxfp8"):
         module()
+
+
+def test_no_name_is_looked_for_without_a_message(monkeypatch) -> None:
+    """A look through the running functions costs a walk of the model, and each plan of each linear would pay it."""
+    looked = []
+    monkeypatch.setattr(titles, "_path_in_call", lambda module: looked.append(module) or "")
+    model, delayed = unnamed(), duotone.autocast(recipe="fp8-delayed")
+    for region in (duotone.autocast(recipe="mxfp8"), delayed, duotone.autocast(recipe="bf16")):
+        with region:
+            model(torch.randn(32, K)).sum().backward()
+    assert not looked
+    with pytest.raises(duotone.UserError, match="takes"):
+        model(torch.randn(4, K + 1))
+    assert looked == [model[1].up]  # type: ignore[union-attr]
+
+
+def test_an_error_keeps_no_variable_of_a_function_alive() -> None:
+    model = unnamed()
+    with pytest.raises(duotone.UserError, match=r"^1\.up takes"):
+        model(torch.randn(4, K + 1))
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None

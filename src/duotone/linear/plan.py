@@ -4,12 +4,13 @@ A request decides the plan. Execution reads no mode; it follows the plan. A plan
 rows say which kernel runs.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from duotone.dispatch.rule import GemmProblem, GemmRule
 from duotone.errors import RecipeError
@@ -61,7 +62,7 @@ class PlanRequest:
     is_traced: bool = False
     """Whether the call is part of a compiled graph."""
 
-    owner: object = field(default=None, compare=False, repr=False)
+    owner: "weakref.ref[nn.Module] | None" = field(default=None, compare=False, repr=False)
     """The module, for errors."""
 
     def without_held(self) -> "PlanRequest":
@@ -75,7 +76,7 @@ class PlanRequest:
     @property
     def title(self) -> str:
         """How errors name the module."""
-        return title(self.owner) if self.owner is not None else self.name or "a linear"
+        return title(self.owner()) if self.owner is not None else self.name or "a linear"
 
     @property
     def slots(self) -> dict[str, QuantizerRole | None]:

@@ -234,23 +234,22 @@ def gemm_plan(request: PlanRequest, gemm: str, a: Format | None, b: Format | Non
 
 def _refusal(request: PlanRequest, gemm: str, a: Format | None, b: Format | None) -> str:
     """Why a GEMM cannot run as the recipe says, or ""."""
-    name = request.title
     slots = " with ".join(f"{tensor_type} {direction}" for tensor_type, direction in PLANES_OF_GEMM[gemm])
     if a is None or b is None:
-        return f"the recipe gives {gemm} of {name} ({slots}) only one operand; give the other a format"
+        return f"the recipe gives {gemm} of {request.title} ({slots}) only one operand; give the other a format"
     full = (a == IDENTITY, b == IDENTITY)
     if request.recipe.strict and any(full) and not all(full):
         return (
-            f"strict: {gemm} of {name} pairs {a.name} with {b.name}, so it would run in high precision; "
+            f"strict: {gemm} of {request.title} pairs {a.name} with {b.name}, so it would run in high precision; "
             "give both operands a format, or set strict to false"
         )
     if not any(full) and a.family != b.family and not request.recipe.emulate_mixed:
         return (
-            f"{gemm} of {name} would multiply {slots}: {a.name} ({a.family}) with {b.name} ({b.family}), which no "
-            "hardware does; give both the same kind of format, or set emulate_mixed to true"
+            f"{gemm} of {request.title} would multiply {slots}: {a.name} ({a.family}) with {b.name} ({b.family}), "
+            "which no hardware does; give both the same kind of format, or set emulate_mixed to true"
         )
     if not all(full) and request.dtype not in HIGH_PRECISION_DTYPES:
-        return f"{name} is in {request.dtype}; formats encode bf16, fp16 and fp32: cast the model first"
+        return f"{request.title} is in {request.dtype}; formats encode bf16, fp16 and fp32: cast the model first"
     return ""
 
 

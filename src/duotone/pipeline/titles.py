@@ -6,8 +6,8 @@ from torch import nn
 
 from duotone.numbered import constant_in_traces
 
-MODELS = ("self", "model")
-"""The variables of running functions in which a model is looked for."""
+PLACES = "torch.nn.modules.module", "duotone."
+"""The modules of the functions whose models are looked at. Python would keep the variables of a user's function."""
 
 
 def title(owner: object) -> str:
@@ -24,10 +24,11 @@ def title(owner: object) -> str:
 
 @constant_in_traces
 def _path_in_call(module: nn.Module) -> str:
-    """The name of a module below the outermost model that a running function has; "" if none has it."""
+    """The name of a module below the outermost model whose call, or function of Duotone, runs; "" if none has it."""
     frame, path = sys._getframe(), ""
     while frame is not None:
-        for model in map(frame.f_locals.get, MODELS):
+        is_looked_at = frame.f_globals.get("__name__", "").startswith(PLACES)
+        for model in (frame.f_locals.get("self"), frame.f_locals.get("model")) if is_looked_at else ():
             if isinstance(model, nn.Module) and model is not module:
                 path = next((name for name, child in model.named_modules() if child is module), path)
         frame = frame.f_back

@@ -49,7 +49,7 @@ def run_with_boundary(
         (fp8_grad, module.grad_input_quantizer_role, "grad_input"),
     ):
         if quantizes and role is None:
-            _warn_of_unknown(title(module), slot)
+            _warn_of_unknown(module.module_name, slot)
     signal = info_of(x, module)
     for op in ops:  # refuses a bad input before anything happens
         stage, signal, *_ = op.link(signal, first)

@@ -132,7 +132,7 @@ class Planner:
             weight_shape=weight.shape,
             weight_dtype=weight.dtype,
             linears=module.num_gemms,
-            owner=module,
+            owner=self.owner,
             is_traced=call.is_traced,
         )
 
