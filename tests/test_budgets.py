@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 39988
-TOOL_LINES = 7959
+LIBRARY_LINES = 40012
+TOOL_LINES = 7960
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -27,11 +27,11 @@ BUDGETS = {
     "cli": (1547, 2, 0),
     "comm": (200, 1, 0),
     "compat": (2520, 7, 0),
-    "conversion": (2709, 5, 0),
+    "conversion": (2708, 5, 0),
     "dispatch": (3509, 1, 0),
     "distributed": (473, 3, 0),
     "formats": (1502, 0, 0),
-    "integrations": (773, 11, 0),
+    "integrations": (774, 11, 0),
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),
     "linear": (1942, 5, 0),
@@ -40,12 +40,12 @@ BUDGETS = {
     "ops": (1465, 0, 0),
     "optim": (854, 3, 0),
     "package": (348, 1, 0),
-    "pipeline": (1636, 15, 0),
-    "planned": (3475, 16, 0),
+    "pipeline": (1637, 15, 0),
+    "planned": (3491, 16, 0),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1435, 0, 0),
-    "state": (1926, 11, 0),
+    "state": (1934, 11, 0),
     "tensor": (2893, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

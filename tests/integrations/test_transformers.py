@@ -46,6 +46,26 @@ def test_a_loaded_model_is_the_converted_one(recipe: str, plain) -> None:
     assert_same_bits(*({name: p.grad for name, p in m.named_parameters()} for m in (model, converted)))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("quantize_parameters", [False, True])
+def test_a_model_on_meta_has_its_plan_and_no_values(recipe: str, quantize_parameters: bool, plain, tmp_path) -> None:
+    """Seeds and scales of its checkpoint ended in an error of torch."""
+    model, _ = load(plain, recipe, quantize_parameters=quantize_parameters)
+    model.train()(input_ids=batch(0), labels=batch(0)).loss.backward()
+    model.save_pretrained(tmp_path)
+    options = {"quantize_parameters": quantize_parameters, "recipe": recipe}
+    outline = AUTO.from_pretrained(tmp_path, quantization_config=DuotoneConfig(**options), device_map={"": "meta"})
+    assert all(parameter.is_meta for parameter in outline.parameters())
+    wanted = [(row.module, row.gemm, row.a, row.b) for row in duotone.plan(model)]
+    assert [(row.module, row.gemm, row.a, row.b) for row in duotone.plan(outline)] == wanted
+    states = duotone.rng_state(model), duotone.recipe_state(model)
+    for function in (duotone.rng_state, duotone.recipe_state if states[1] else duotone.rng_state):
+        with pytest.raises(duotone.UserError, match=r"is on meta, where it has no value: call to_empty"):
+            function(outline)
+    with pytest.raises(duotone.UserError, match="is on meta"):  # the copy to meta lost them without a word
+        duotone.load_rng_state(outline, states[0])
+
+
 def test_rules_and_quantized_parameters_are_those_of_the_config(plain) -> None:
     rules = (*duotone.recipes.OUTPUT_HEAD, Rule(module="*.down_proj", format="identity"))
     model, _ = load(plain, rules=rules, quantize_parameters=True)

@@ -107,7 +107,8 @@ class DuotoneQuantizer(HfQuantizer):
             convert_parameters(model, config.recipe)
         if getattr(model.config, "quantization_config", None) is config:
             del model.config.quantization_config  # saved weights are in high precision
-        for file in self.checkpoint_files[:1]:
+        is_outline = all(parameter.is_meta for parameter in model.parameters())  # device_map={"": "meta"} loads nothing
+        for file in () if is_outline else self.checkpoint_files[:1]:
             with safe_open(file, framework="pt") as opened:
                 saved = opened.metadata() or {}
             if saved.get(f"{KEY}_recipe") == config.recipe.name:

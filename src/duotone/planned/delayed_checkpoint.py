@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.planned.delayed_states import STATES
 from duotone.state.delayed import DelayedState
+from duotone.state.seeds import require_memory
 
 
 class Place(NamedTuple):
@@ -21,7 +22,7 @@ class Place(NamedTuple):
 def recipe_state(model: nn.Module) -> dict[str, Tensor]:
     """Copies on the CPU of all scales fp32 (n,) and amax histories fp32 (L, n) of delayed scaling, by full name."""
     tensors: dict[str, Tensor] = {}
-    for prefix, (state, saved, name) in _places(model).items():
+    for prefix, (state, saved, name) in _places_in_memory(model).items():
         parts = saved.get(name, {}) if state is None else {part: state.get_buffer(part) for part in PARTS}
         tensors.update({f"{prefix}.{part}": tensor.detach().clone().cpu() for part, tensor in parts.items()})
     return tensors
@@ -36,7 +37,7 @@ def load_recipe_state(model: nn.Module, state: dict[str, Tensor]) -> None:
         raise UserError(
             f"load_recipe_state takes what recipe_state gave, a dict of tensors; got {type(state).__name__}"
         )
-    places = _places(model)
+    places = _places_in_memory(model)
     parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in state.items():
         prefix, _, part = str(key).rpartition(".")
@@ -71,6 +72,13 @@ def _require_whole(prefix: str, state: DelayedState | None, parts: dict[str, Ten
         raise UserError(f"{prefix!r} is not whole or has other slots; take recipe_state of a model like this one")
     if not bool((torch.isfinite(parts["scale"]) & (parts["scale"] > 0)).all()):
         raise UserError(f"'{prefix}.scale' holds what is no scale; it must be positive and finite")
+
+
+def _places_in_memory(model: nn.Module) -> dict[str, Place]:
+    """`_places`. UserError if a state is on meta."""
+    places = _places(model)
+    require_memory({name: place.state.scale for name, place in places.items() if place.state is not None})
+    return places
 
 
 def _places(model: nn.Module) -> dict[str, Place]:

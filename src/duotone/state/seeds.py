@@ -7,7 +7,7 @@ buffer; the taken value travels to backward.
 
 import hashlib
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -130,4 +130,12 @@ def warn_of_load(module: nn.Module, count: int) -> None:
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
     if not isinstance(model, nn.Module):
         raise UserError(f"the seeds of a model were asked for; got {type(model).__name__}: pass the nn.Module")
-    return {name: buffer for name, buffer in model.named_buffers() if name.split(".")[-1] == BUFFER}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name.split(".")[-1] == BUFFER}
+    require_memory(buffers)
+    return buffers
+
+
+def require_memory(tensors: Mapping[str, Tensor]) -> None:
+    """UserError if a tensor of a model, by its name, is on meta."""
+    if absent := next((name for name, tensor in tensors.items() if tensor.is_meta), ""):
+        raise UserError(f"{absent} is on meta, where it has no value: call to_empty(device=...) on the model before")
