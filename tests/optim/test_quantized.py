@@ -287,6 +287,24 @@ def test_an_optimizer_of_whole_matrices_works_on_dequantized_weights(name) -> No
         assert all(same_bits(part, parts(want)[key]) for key, part in parts(p).items())
 
 
+def test_one_graph_serves_all_steps_without_masters() -> None:
+    """The first step, too: Dynamo creates its state outside of the trace, as that of torch's optimizers."""
+    torch._dynamo.reset()
+    counter, values = CompileCounterWithBackend("aot_eager"), []
+    for kind in (torch.optim.AdamW, AdamW):
+        torch.manual_seed(5)
+        parameters = [nn.Parameter(torch.randn(shape)) for shape in ((8, 8), (8,))]
+        step = torch.compile(kind(parameters, **RATES).step, backend=counter)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape)
+            step()
+        values.append([p.detach() for p in parameters])
+    assert counter.frame_count == 2
+    for mine, theirs in zip(*values, strict=True):  # torch's graph computes the powers of beta as for a CUDA graph
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
 def test_a_compiled_step_that_writes_masters_has_the_bits_of_eager() -> None:
     """A graph would hold the numbers of one step, so such a step runs outside of graphs and compiles nothing again."""
     torch._dynamo.reset()

@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from duotone.capture import is_capturing
-from duotone.errors import MissingPlaneError
+from duotone.errors import MissingPlaneError, UserError
 from duotone.optim.checks import check_dtypes, check_group, check_saved, check_step
 from duotone.optim.master import Mark, adopt_writes, initial_master, is_computed, stored_dtypes
 from duotone.optim.moments import (
@@ -92,12 +92,10 @@ class AdamW(Optimizer):
         All checks come before anything is written. Raises UserError if a gradient is sparse or a plane rounds
         stochastically without a seed, MissingPlaneError if a quantized parameter cannot be written.
         """
-        may_trace = torch.compiler.is_dynamo_compiling()
-        if may_trace and any(
-            [is_computed(p, self.state[p], each) for each in self.param_groups for p in each["params"]]
-        ):
-            may_trace = False
-        if may_trace or "torch._dynamo" not in sys.modules:
+        compiling = torch.compiler.is_dynamo_compiling()
+        if compiling and closure is None and all([self._init_group(group) for group in self.param_groups]):
+            return self._step(None)
+        if not compiling and "torch._dynamo" not in sys.modules:
             return self._step(closure)
         from duotone.optim.uncompiled import step_uncompiled  # loads the compiler
 
@@ -133,6 +131,21 @@ class AdamW(Optimizer):
         write_all([(shard, master) for shard, master in encoded if isinstance(shard, QuantizedTensor)])
         self._marks.update((p, Mark.of(p)) for _, ps in computed for p in ps)  # pieces of a weight share a version
         return loss
+
+    def _init_group(self, group: Group) -> bool:
+        """Whether a graph may hold the step of a group. If so, its state exists. Dynamo never traces this method."""
+        parameters = [p for p in group["params"] if p.grad is not None]
+        try:
+            check_dtypes(group)
+            if any(is_computed(p, self.state.get(p, {}), group) for p in parameters):
+                return False
+            for parameter in parameters:
+                check_step(parameter, group)
+        except UserError:
+            return False  # the step outside of graphs raises it
+        for parameter in parameters:
+            self._state_of(group, parameter, parameter)
+        return True
 
     def _update_plain(self, group: Group, parameters: list[Tensor]) -> None:
         states = [self._state_of(group, p, p) for p in parameters]
