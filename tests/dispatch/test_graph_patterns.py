@@ -76,7 +76,7 @@ def test_a_cast_reads_matrices_one_below_the_other_where_they_lie() -> None:
         place = torch.zeros(1, dtype=torch.int64), "plan", 0, "weight", 0
         return ops.traced_planes(torch.cat([x, y]), *place, *names)
 
-    def kept(x: Tensor, y: Tensor) -> list[Tensor]:
+    def both_parts(x: Tensor, y: Tensor) -> list[Tensor]:
         whole = torch.cat([x, y])
         return [*ops.cast_planes(whole, *names, None), whole]
 
@@ -85,6 +85,6 @@ def test_a_cast_reads_matrices_one_below_the_other_where_they_lie() -> None:
 
     assert calls(current, X, X) == ["duotone.produced_planes of 6"]
     assert calls(delayed, X, X)[-1] == "duotone.traced_produced of 11"
-    assert calls(kept, X, X)[0] == "aten.cat of 1"
+    assert calls(both_parts, X, X)[0] == "aten.cat of 1"
     assert calls(scaled, X, X)[0] == "aten.cat of 1"
     assert calls(lambda x, y: ops.cast_planes(torch.cat([x, y], 1), *names, None), X, X)[0] == "aten.cat of 2"

@@ -47,8 +47,8 @@ def planes(x: Tensor, seed: Tensor, names: list[str]) -> list[Tensor]:
 def compare_planes(names: list[str], dtype: torch.dtype) -> None:
     x, seed = torch.randn(RAGGED[0], RAGGED[1]).to(dtype), torch.tensor([77])
     x[3], x[4, 5] = 0, 1e-7
-    got = torch.compile(planes, fullgraph=True)(x, seed, names)
-    for one, other in zip(got, planes(x, seed, names), strict=True):
+    result = torch.compile(planes, fullgraph=True)(x, seed, names)
+    for one, other in zip(result, planes(x, seed, names), strict=True):
         assert torch.equal(one, other)
 
 
@@ -64,14 +64,14 @@ The linears below meet the others in fp32.
 
 
 @pytest.mark.parametrize(("dtype", "names"), TURNS.items(), ids=str)
-def test_planes_of_ragged_matrices(dtype: torch.dtype, names: list[str]) -> None:
+def test_planes_of_ragged_matrices_have_the_bits_of_eager(dtype: torch.dtype, names: list[str]) -> None:
     """One graph for all names of a dtype; the slow test has the cross."""
     compare_planes(names, dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_planes_of_every_family(dtype: torch.dtype) -> None:
+def test_planes_of_every_family_have_the_bits_of_eager(dtype: torch.dtype) -> None:
     compare_planes(FAMILIES, dtype)
 
 
@@ -108,12 +108,12 @@ def compare_linears(cases: list[Case], dtype: torch.dtype) -> None:
     run = torch.compile(compiled, fullgraph=True)
     inputs = [torch.randn(rows, k).to(dtype) for _, (rows, k, _) in cases]
     gradients = [torch.randn(rows, n).to(dtype) for _, (rows, _, n) in cases]
-    got = step(run, compiled, inputs, gradients)
+    result = step(run, compiled, inputs, gradients)
     for name, want in step(eager, eager, inputs, gradients).items():
         if name.endswith("bias"):
-            torch.testing.assert_close(got[name], want, rtol=torch.finfo(dtype).eps, atol=1e-4)
+            torch.testing.assert_close(result[name], want, rtol=torch.finfo(dtype).eps, atol=1e-4)
         else:
-            assert torch.equal(got[name], want), name
+            assert torch.equal(result[name], want), name
 
 
 def test_linears_of_ragged_sizes_in_fp32() -> None:
@@ -140,8 +140,9 @@ def test_casts_of_both_directions_compile_in_fp32() -> None:
     eager = duotone.convert(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)), recipes.load("mxfp8"), ())
     compiled = copy.deepcopy(eager)
     x, dy = torch.randn(256, 64, requires_grad=True), torch.randn(256, 64)
-    got, want = (run(x) for run in (torch.compile(compiled), eager))
-    assert torch.equal(got, want)
-    got.backward(dy), want.backward(dy)
-    for mine, theirs in zip(compiled.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=2**-23, atol=1e-4)  # biases sum in another order
+    result, want = (run(x) for run in (torch.compile(compiled), eager))
+    assert torch.equal(result, want)
+    result.backward(dy), want.backward(dy)
+    for parameter, reference in zip(compiled.parameters(), eager.parameters(), strict=True):
+        # Biases sum in another order.
+        torch.testing.assert_close(parameter.grad, reference.grad, rtol=2**-23, atol=1e-4)

@@ -48,14 +48,14 @@ DTYPES = torch.float32, torch.bfloat16
 
 def assert_same_bits(fmt: formats.Format, x: Tensor, backend: Stages, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     expected = fmt.encode(x, seed=77, stages=PLAIN)
-    got = fmt.encode(x, seed=77, stages=backend)
+    result = fmt.encode(x, seed=77, stages=backend)
     for name, part in expected.items():
-        assert got[name].shape == part.shape
-        assert torch.equal(bits(got[name]), bits(part)), f"{fmt.name} {name}"
+        assert result[name].shape == part.shape
+        assert torch.equal(bits(result[name]), bits(part)), f"{fmt.name} {name}"
     for dtype in dtypes:
-        assert torch.equal(bits(fmt.decode(got, dtype, backend)), bits(fmt.decode(expected, dtype, PLAIN)))
+        assert torch.equal(bits(fmt.decode(result, dtype, backend)), bits(fmt.decode(expected, dtype, PLAIN)))
     # Products take their order of summation from the strides, so these are part of "the same bits".
-    for parts in (got, fmt.derive(got)):
+    for parts in (result, fmt.derive(result)):
         if parts is not None:
             inner, plain = fmt.factors(parts, backend).values, fmt.factors(parts, PLAIN).values
             assert torch.equal(bits(inner), bits(plain))
@@ -182,6 +182,6 @@ def test_gradients_without_a_memory_order_are_cast_like_their_copies(name: str) 
     for x in (torch.ones((), dtype=torch.bfloat16).expand(256, 256), wide[::2, ::4]):
         backend = dispatch.stages_for(x)
         for inputs, plane in ((x, "row"), (x.t(), "col")):
-            got = fmt.encode(inputs, seed=3, plane=plane, stages=backend)
+            result = fmt.encode(inputs, seed=3, plane=plane, stages=backend)
             want = fmt.encode(inputs.clone(memory_format=torch.contiguous_format), seed=3, plane=plane)
-            assert all(torch.equal(got[part], value) for part, value in want.items())
+            assert all(torch.equal(result[part], value) for part, value in want.items())
