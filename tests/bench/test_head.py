@@ -40,8 +40,8 @@ def test_loss_and_gradients_are_torchs(dtype, loss, tolerance, tokens):
     expected = F.cross_entropy(x @ weight.t(), targets)
     assert result.dtype == dtype
     torch.testing.assert_close(result, expected, rtol=tolerance, atol=0)
-    for ours, theirs in zip(gradients(result, x, weight), gradients(expected, x, weight), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    for gradient, reference in zip(gradients(result, x, weight), gradients(expected, x, weight), strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=tolerance, atol=tolerance)
 
 
 def test_in_bf16_the_loss_is_fp32_and_gradients_are_within_roundings():
@@ -50,9 +50,9 @@ def test_in_bf16_the_loss_is_fp32_and_gradients_are_within_roundings():
     result = head.mean_loss(x, weight, targets)
     expected = F.cross_entropy(exact[0] @ exact[1].t(), targets)
     assert result.dtype == torch.float32 and result.item() == pytest.approx(expected.item(), rel=2e-3)
-    for ours, theirs in zip(gradients(result, x, weight), gradients(expected, *exact), strict=True):
-        assert ours.dtype == torch.bfloat16
-        assert (ours.double() - theirs).norm() < 0.01 * theirs.norm()
+    for gradient, reference in zip(gradients(result, x, weight), gradients(expected, *exact), strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient.double() - reference).norm() < 0.01 * reference.norm()
 
 
 def test_a_second_backward_is_refused():
@@ -67,8 +67,8 @@ def test_the_step_holds_one_chunks_logits_and_the_gradients_once():
     tokens = 512
     x, weight, targets = inputs(torch.bfloat16, tokens)
     with LiveStorages([x, weight, targets]) as live:
-        held = live.live
+        before = live.live
         head.mean_loss(x, weight, targets).backward()
     chunk = head.CHUNK * VOCABULARY * 4
     assert total_bytes([x.grad, weight.grad]) == x.nbytes + weight.nbytes
-    assert live.peak - held < x.nbytes + weight.nbytes + 4 * chunk < tokens * VOCABULARY * 2
+    assert live.peak - before < x.nbytes + weight.nbytes + 4 * chunk < tokens * VOCABULARY * 2

@@ -188,5 +188,5 @@ import sys
 import bench.subjects.catalog, bench.timing.records
 print(sorted({"click", "rich", "duotone.cli"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"

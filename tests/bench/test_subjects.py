@@ -95,12 +95,12 @@ def test_extra_memory_is_taken_over_a_step_that_dropped_its_gradients(monkeypatc
 @pytest.mark.parametrize("kind", mlp.KINDS)
 def test_the_plain_mlp_computes_what_the_module_computes(kind):
     candidates_by_name = named(mlp.candidates(CPU, (16, 32, 64), mlp.KINDS[kind]))
-    plain, ours = (candidates_by_name[name].make().call for name in ("torch bf16 eager", "bf16"))
+    plain, module = (candidates_by_name[name].make().call for name in ("torch bf16 eager", "bf16"))
     with torch.no_grad():
-        ours.module.fc1.weight.copy_(plain.module.up.weight)
-        ours.module.fc2.weight.copy_(plain.module.down.weight)
-    assert ours.x is plain.x and len(ours.leaves) == len(plain.leaves)
-    torch.testing.assert_close(ours.forward(), plain.forward(), rtol=0.02, atol=0.02)
+        module.module.fc1.weight.copy_(plain.module.up.weight)
+        module.module.fc2.weight.copy_(plain.module.down.weight)
+    assert module.x is plain.x and len(module.leaves) == len(plain.leaves)
+    torch.testing.assert_close(module.forward(), plain.forward(), rtol=0.02, atol=0.02)
 
 
 def test_experts_have_uneven_multiples_that_cover_all_rows():
@@ -114,14 +114,14 @@ def test_a_loop_of_linears_computes_what_grouped_linear_computes():
     splits = [4, 0, 12]
     candidates_by_name = named(grouped.candidates(settings, (16, 8, 24), splits))
     assert list(candidates_by_name) == ["torch bf16 eager", "torch bf16 compiled", "bf16", "bf16, device splits"]
-    plain, ours, device = (
+    plain, module, device = (
         candidates_by_name[name].make().call for name in ("torch bf16 eager", "bf16", "bf16, device splits")
     )
-    assert ours.extra == (splits,) and device.extra[0].tolist() == splits
+    assert module.extra == (splits,) and device.extra[0].tolist() == splits
     with torch.no_grad():
-        for mine, theirs in zip(ours.module.weights, plain.module.linears, strict=True):
-            mine.copy_(theirs.weight)
-    assert torch.equal(ours.forward(), plain.forward())
+        for weight, linear in zip(module.module.weights, plain.module.linears, strict=True):
+            weight.copy_(linear.weight)
+    assert torch.equal(module.forward(), plain.forward())
 
 
 def test_a_cast_counts_the_input_and_each_plane_that_has_memory_of_its_own():
@@ -151,9 +151,9 @@ def test_candidates_that_train_share_parameters_and_agree():
     bench = train.Bench.of(CPU, (32, 32, 64, 2))
     plain, converted = bench.twin(), train.converted(bench.twin(), HIGH)
     fused, modules = train.fused(bench.twin(), HIGH), train.of_modules(bench.twin(), HIGH)
-    own = {id(parameter) for parameter in bench.model.parameters()}
+    shared = {id(parameter) for parameter in bench.model.parameters()}
     for model in (plain, converted, fused, modules):
-        assert {id(parameter) for parameter in model.parameters()} == own
+        assert {id(parameter) for parameter in model.parameters()} == shared
     losses = [model(bench.tokens, bench.targets).item() for model in (plain, converted, fused, modules)]
     assert losses[0] == losses[1] and losses[2:] == pytest.approx(losses[:1] * 2, rel=1e-3)
     assert [row.reason.split(":")[0] for row in duotone.plan(fused).filter(reason="fused")] == ["fused"] * 6
@@ -184,7 +184,7 @@ def test_the_forms_of_a_recipe_that_trains():
     names = list(named(train.candidates(Settings("cpu", (HIGH,), compiled=True, vocabulary=64), (8, 16, 16, 1))))
     assert names[:2] == ["torch bf16 eager", "torch bf16, blocks compiled"]
     forms = ["", ", the rest compiled", ", compiled"]
-    assert names[2:] == [f"bf16, {made}{form}" for made in ("converted", "fused", "modules") for form in forms]
+    assert names[2:] == [f"bf16, {kind}{form}" for kind in ("converted", "fused", "modules") for form in forms]
 
 
 def test_torchao_makes_its_linears_where_it_is_installed(monkeypatch):
@@ -209,8 +209,8 @@ def test_torchs_grouped_product_computes_what_the_loop_computes():
     splits = [128, 0, 256]
     loop, whole = grouped.Experts(splits, 32, 16, "cpu"), grouped.GroupedMM(splits, 32, 16, "cpu")
     with torch.no_grad():
-        for mine, theirs in zip(whole.weight, loop.linears, strict=True):
-            mine.copy_(theirs.weight)
+        for weight, linear in zip(whole.weight, loop.linears, strict=True):
+            weight.copy_(linear.weight)
     x = torch.randn(384, 32, dtype=torch.bfloat16)
     torch.testing.assert_close(whole(x), loop(x), rtol=0.02, atol=0.02)
     assert grouped.base("cuda") == "torch._grouped_mm bf16 compiled" and grouped.base("cpu") == "torch bf16 compiled"
