@@ -33,7 +33,7 @@ def export(model, path, scheme=None, **options):
     return duotone.export(model, path, scheme=scheme, calibrate=lambda: model(TOKENS), **options)
 
 
-def held(recipe: str, fmt: str = ""):
+def quantized_model(recipe: str, fmt: str = ""):
     """A converted model whose linears hold planes."""
     rules = (duotone.recipes.Rule(format=fmt),) if fmt else ()
     chosen = duotone.RuleRecipe(rules=rules) if fmt else duotone.recipes.load(recipe)
@@ -128,7 +128,7 @@ def test_the_scale_is_that_of_what_the_product_reads(tmp_path) -> None:
     ],
 )
 def test_planes_are_written_without_a_second_rounding(fmt: str, scheme: str, tmp_path, monkeypatch) -> None:
-    model = held("", fmt)
+    model = quantized_model("", fmt)
     monkeypatch.setattr(exported_weight, "stages_for", None)  # nothing may be encoded
     report = export(model, tmp_path / "x", scheme)
     assert {(row.source, row.error) for row in report.rows} == {("planes", 0.0)} and len(report.rows) == 14
@@ -143,8 +143,8 @@ def test_planes_are_written_without_a_second_rounding(fmt: str, scheme: str, tmp
 def test_without_a_scheme_the_recipe_decides_and_codes_are_those_that_training_multiplied(recipe, tmp_path) -> None:
     model = duotone.convert(toy(), recipe)
     report = duotone.export(model, tmp_path / "x")
-    wanted = {"fp8-block": "FP8_BLOCK", "mxfp8": "MXFP8", "nvfp4": "NVFP4A16"}
-    assert report.scheme == wanted.get(recipe, "FP8_DYNAMIC")
+    schemes = {"fp8-block": "FP8_BLOCK", "mxfp8": "MXFP8", "nvfp4": "NVFP4A16"}
+    assert report.scheme == schemes.get(recipe, "FP8_DYNAMIC")
     if recipe != "fp8-delayed":
         layer = model.get_submodule(DOWN)
         quantizer = layer.plans.plan(layer.recipe).weight.quantizer
@@ -170,7 +170,7 @@ def test_fused_linears_share_one_global_scale_from_high_precision(tmp_path) -> N
 
 
 def test_planes_of_fused_linears_are_refused_encoded_from_masters_or_encoded_twice(tmp_path) -> None:
-    model = held("nvfp4-1d-weight")
+    model = quantized_model("nvfp4-1d-weight")
     with pytest.raises(duotone.UserError, match=r"^layers.0.q_proj shares its global scale .* masters= [^\n]*$"):
         export(model, tmp_path / "x", "NVFP4A16")
     assert not (tmp_path / "x").exists()
@@ -188,7 +188,7 @@ def test_planes_of_fused_linears_are_refused_encoded_from_masters_or_encoded_twi
 
 
 def test_planes_of_another_format_are_encoded_again_only_if_allowed(tmp_path) -> None:
-    model = held("mxfp8")
+    model = quantized_model("mxfp8")
     with pytest.raises(duotone.UserError, match=r"allow_requantize=True, which rounds a second time$"):
         export(model, tmp_path / "x", "FP8_DYNAMIC")
     report = export(model, tmp_path / "x", "FP8_DYNAMIC", allow_requantize=True)
@@ -278,7 +278,7 @@ def test_unknown_schemes_name_the_nearest(scheme: str, message: str, tmp_path) -
 )
 def test_formats_that_no_server_reads_name_the_nearest(fmt: str, near: str, tmp_path) -> None:
     with pytest.raises(duotone.UserError, match=rf"^no server reads weights in {fmt}; the nearest scheme is {near}: "):
-        export(held("", fmt), tmp_path / "x")
+        export(quantized_model("", fmt), tmp_path / "x")
 
 
 def test_models_and_arguments_that_cannot_be_exported_are_one_line(tmp_path) -> None:
@@ -435,16 +435,18 @@ def test_an_old_export_stays_if_a_shard_of_the_new_one_disappears(change: str, t
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
 def test_an_export_writes_through_no_link_in_its_partial_folder(link, tmp_path) -> None:
-    mine, partial = tmp_path / "mine", tmp_path / ".x.partial"
-    mine.write_text("precious")
+    precious, partial = tmp_path / "mine", tmp_path / ".x.partial"
+    precious.write_text("precious")
     record = json.dumps({"model.safetensors": ["", "", []]})
     for text in (record, f"{hashlib.sha256(record.encode()).hexdigest()}\n{record}"):
         partial.mkdir()
         (partial / "progress.json").write_text(text)
         for name in ("model.safetensors", "config.json", "duotone.json", "new"):
-            link(mine, partial / name)
+            link(precious, partial / name)
         export(toy(), tmp_path / "x", "MXFP8")
-        assert mine.read_text() == "precious" and not [file for file in (tmp_path / "x").iterdir() if file.is_symlink()]
+        assert precious.read_text() == "precious" and not [
+            file for file in (tmp_path / "x").iterdir() if file.is_symlink()
+        ]
 
 
 @pytest.mark.parametrize("target", ["file", "folder", "lock", None])
@@ -529,15 +531,15 @@ def test_memory_is_that_of_some_rows_not_of_a_shard_or_a_weight(scheme: str, tmp
 
 
 def test_the_compiler_is_asked_for_exports_of_many_parameters_alone(tmp_path, monkeypatch) -> None:
-    asked, threads = [], torch.get_num_threads()
+    calls, threads = [], torch.get_num_threads()
     monkeypatch.setattr(stages, "COMPILE_FROM", 1 << 15)
-    monkeypatch.setattr(stages, "compiler_reason", lambda: asked.append(torch.get_num_threads()) or "off in this test")
+    monkeypatch.setattr(stages, "compiler_reason", lambda: calls.append(torch.get_num_threads()) or "off in this test")
     model = nn.Sequential(nn.Linear(256, 256))
     small = duotone.export(model, tmp_path / "x", scheme="NVFP4A16")
-    assert not asked
+    assert not calls
     monkeypatch.setattr(exporting, "COMPILE_FROM", 0)
     large = duotone.export(model, tmp_path / "y", scheme="NVFP4A16")
-    assert set(asked) == {threads} and torch.get_num_threads() == threads
+    assert set(calls) == {threads} and torch.get_num_threads() == threads
     assert small == large and same_files(tmp_path / "x", tmp_path / "y")
 
 

@@ -37,9 +37,9 @@ def test_amaxes_come_back_exactly(name: str, tmp_path) -> None:
     model = duotone.convert(toy(), recipe)
     export(model, tmp_path / "x", "NVFP4A16")
     weight = duotone.load(tmp_path / "x")["layers.0.down_proj.weight"]
-    wanted = duotone.formats.get(name).encode(model.layers[0].down_proj.weight.detach())
+    expected = duotone.formats.get(name).encode(model.layers[0].down_proj.weight.detach())
     assert weight.formats[0].name == name
-    assert all(torch.equal(part, wanted[key]) for key, part in weight.planes.rowwise.parts.items())
+    assert all(torch.equal(part, expected[key]) for key, part in weight.planes.rowwise.parts.items())
 
 
 def test_a_loaded_model_computes_with_the_planes(tmp_path) -> None:
