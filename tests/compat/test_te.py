@@ -37,9 +37,9 @@ def rounded(x: Tensor, scale: float, dtype: torch.dtype = torch.float8_e4m3fn) -
 
 def test_a_classifier_learns_with_and_without_fp8(te) -> None:
     digits = script("digits")
-    model, loss, known = digits.main(use_fp8=True)
-    _, plain, known_plain = digits.main(use_fp8=False)
-    assert min(known, known_plain) > 0.95
+    model, loss, accuracy = digits.main(use_fp8=True)
+    _, plain, accuracy_plain = digits.main(use_fp8=False)
+    assert min(accuracy, accuracy_plain) > 0.95
     assert loss == pytest.approx(plain, abs=0.1) and loss != plain
     assert {"fc1.duotone_forward.scale", "fc2.duotone_backward.scale"} <= set(duotone.recipe_state(model))
 
@@ -313,33 +313,38 @@ def test_graphed_modules_run_under_their_recipe(te) -> None:
 
 def test_optimizers_have_the_defaults_there(te) -> None:
     """No weight decay, unlike torch.optim.AdamW; the update is torch's."""
-    ours, theirs = (nn.Parameter(torch.arange(1.0, 5.0)) for _ in range(2))
-    optimizers = te.optimizers.FusedAdam([ours], lr=0.1), torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.0)
-    for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+    fused, reference = (nn.Parameter(torch.arange(1.0, 5.0)) for _ in range(2))
+    optimizers = te.optimizers.FusedAdam([fused], lr=0.1), torch.optim.AdamW([reference], lr=0.1, weight_decay=0.0)
+    for parameter, optimizer in zip((fused, reference), optimizers, strict=True):
         parameter.grad = torch.ones(4)
         optimizer.step()
-    assert torch.equal(ours, theirs)
-    assert isinstance(te.optimizers.FusedSGD([ours], lr=0.1, momentum=0.9), torch.optim.SGD)
+    assert torch.equal(fused, reference)
+    assert isinstance(te.optimizers.FusedSGD([fused], lr=0.1, momentum=0.9), torch.optim.SGD)
 
 
 @pytest.mark.parametrize("master_weights", [False, True])
 def test_moments_of_short_parameters_are_fp32_and_survive_a_checkpoint(te, master_weights: bool) -> None:
     """Without masters each step is torch's in fp32 on the rounded parameter, with gradients from `decoupled_grad`."""
-    ours = nn.Parameter(torch.randn(64).bfloat16())
-    theirs = nn.Parameter(ours.detach().float())
+    parameter = nn.Parameter(torch.randn(64).bfloat16())
+    reference = nn.Parameter(parameter.detach().float())
     options = {"lr": 0.01, "master_weights": master_weights, "use_decoupled_grad": True}
-    mine, reference = te.optimizers.FusedAdam([ours], **options), torch.optim.AdamW([theirs], lr=0.01, weight_decay=0)
+    optimizer, oracle = (
+        te.optimizers.FusedAdam([parameter], **options),
+        torch.optim.AdamW([reference], lr=0.01, weight_decay=0),
+    )
     for step in range(4):
-        ours.decoupled_grad = theirs.grad = torch.randn(64, generator=torch.Generator().manual_seed(step))
+        parameter.decoupled_grad = reference.grad = torch.randn(64, generator=torch.Generator().manual_seed(step))
         if step == 2:
-            state, mine = mine.state_dict(), te.optimizers.FusedAdam([ours], **options)
-            mine.load_state_dict(state)
-        mine.step()
-        reference.step()
-        assert torch.allclose(mine.state[ours]["exp_avg_sq"], reference.state[theirs]["exp_avg_sq"], rtol=1e-6)
-        assert torch.equal(ours, theirs.bfloat16()) and ours.grad is None
+            state, optimizer = optimizer.state_dict(), te.optimizers.FusedAdam([parameter], **options)
+            optimizer.load_state_dict(state)
+        optimizer.step()
+        oracle.step()
+        assert torch.allclose(
+            optimizer.state[parameter]["exp_avg_sq"], oracle.state[reference]["exp_avg_sq"], rtol=1e-6
+        )
+        assert torch.equal(parameter, reference.bfloat16()) and parameter.grad is None
         if not master_weights:
-            theirs.data.copy_(ours)
+            reference.data.copy_(parameter)
 
 
 def test_states_that_a_script_fills_before_the_first_step_are_those_of_the_step(te) -> None:
@@ -462,5 +467,5 @@ from transformer_engine.common.recipe import *
 from transformer_engine.pytorch import *
 assert DelayedScaling().amax_history_len and Linear(16, 16).weight.shape == (16, 16)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr

@@ -16,7 +16,7 @@ NAMES = [name.value for name in torchao.Float8LinearRecipeName]
 
 
 @pytest.fixture
-def theirs():
+def float8_of_torchao():
     sys.modules.pop("torchao.float8", None)
     return pytest.importorskip("torchao.float8", reason="pip install 'torchao==0.18.0'", exc_type=ImportError)
 
@@ -36,17 +36,17 @@ def run(converted: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
-def test_outputs_and_gradients_are_torchaos(theirs, name: str) -> None:
+def test_outputs_and_gradients_are_torchaos(float8_of_torchao, name: str) -> None:
     """Its emulation multiplies decoded values; in fp32 only the order of sums differs."""
     plain = nn.Linear(64, 32)
-    config = dataclasses.replace(theirs.Float8LinearConfig.from_recipe_name(name), emulate=True)
-    want = run(theirs.convert_to_float8_training(copy.deepcopy(plain), config=config))
+    config = dataclasses.replace(float8_of_torchao.Float8LinearConfig.from_recipe_name(name), emulate=True)
+    want = run(float8_of_torchao.convert_to_float8_training(copy.deepcopy(plain), config=config))
     exact = run(copy.deepcopy(plain))
     assert (want[0] - exact[0]).norm() > 0.01 * want[0].norm()
-    for ours in (config, name, torchao.Float8LinearConfig.from_recipe_name(name)):
-        got = run(torchao.convert_to_float8_training(copy.deepcopy(plain), config=ours))
-        for mine, their in zip(got, want, strict=True):
-            assert (mine - their).norm() < 1e-5 * their.norm()
+    for settings in (config, name, torchao.Float8LinearConfig.from_recipe_name(name)):
+        result = run(torchao.convert_to_float8_training(copy.deepcopy(plain), config=settings))
+        for tensor, reference in zip(result, want, strict=True):
+            assert (tensor - reference).norm() < 1e-5 * reference.norm()
 
 
 EXPECTED = {

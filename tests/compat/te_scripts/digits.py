@@ -47,8 +47,8 @@ def main(use_fp8: bool = True, steps: int = 30) -> tuple[Net, float, float]:
     model.eval()
     images, labels = batch(64, 0)
     with torch.no_grad(), te.fp8_autocast(enabled=use_fp8, fp8_recipe=recipe):
-        known = (model(images).argmax(1) == labels).float().mean()
-    return model, loss.item(), known.item()
+        accuracy = (model(images).argmax(1) == labels).float().mean()
+    return model, loss.item(), accuracy.item()
 
 
 if __name__ == "__main__":
