@@ -74,9 +74,9 @@ def bits(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_same(left: nn.Module, right: nn.Module) -> None:
-    mine, other = bits(left), bits(right)
-    assert mine.keys() == other.keys()
-    assert not [name for name in mine if not torch.equal(mine[name], other[name])]
+    one, other = bits(left), bits(right)
+    assert one.keys() == other.keys()
+    assert not [name for name in one if not torch.equal(one[name], other[name])]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -56,8 +56,8 @@ def test_a_merge_writes_the_planes_of_the_base() -> None:
     model = build("duotone").eval()
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     torch.nn.init.normal_(layer.lora_B.default.weight, std=0.1)
-    wanted = layer.base_layer.weight.dequantize() + layer.get_delta_weight("default")
+    values = layer.base_layer.weight.dequantize() + layer.get_delta_weight("default")
     base = layer.base_layer.weight
     merged = model.merge_and_unload().model.layers[0].self_attn.q_proj.weight
     assert isinstance(merged, duotone.QuantizedTensor)
-    assert torch.equal(merged.rowwise_codes, base.quantizer.quantize(wanted).rowwise_codes)
+    assert torch.equal(merged.rowwise_codes, base.quantizer.quantize(values).rowwise_codes)

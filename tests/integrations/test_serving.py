@@ -25,8 +25,8 @@ def test_a_group_is_the_preset_of_that_name(name: str) -> None:
     group = QuantizationScheme.model_validate(SCHEMES[name].group())
     preset = preset_name_to_scheme(name, ["Linear"])
     for side in ("weights", "input_activations"):
-        ours, theirs = (getattr(one, side) and getattr(one, side).model_dump() for one in (group, preset))
-        assert ours == theirs
+        scheme, expected = (getattr(one, side) and getattr(one, side).model_dump() for one in (group, preset))
+        assert scheme == expected
 
 
 def exported(path, scheme: str, **options):
@@ -44,7 +44,7 @@ def set_dequantize(path, dequantize: bool) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dequantize", [True, False], ids=["dequantized", "compressed"])
 def test_transformers_decodes_to_equal_weights(scheme: str, dequantize: bool, tmp_path) -> None:
-    wanted = exported(tmp_path, scheme, max_shard_bytes=200_000)
+    exports = exported(tmp_path, scheme, max_shard_bytes=200_000)
     set_dequantize(tmp_path, dequantize)
     dtype = torch.float32 if scheme in FP32_SCALES and not dequantize else torch.bfloat16
     model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, output_loading_info=True)
@@ -54,10 +54,10 @@ def test_transformers_decodes_to_equal_weights(scheme: str, dequantize: bool, tm
     with torch.no_grad():
         logits = model(batch(0)).logits  # decompresses the weights
     assert torch.isfinite(logits).all()
-    parameters = {name: p for name, p in model.named_parameters() if name in wanted}
-    assert parameters.keys() == wanted.keys()
+    parameters = {name: p for name, p in model.named_parameters() if name in exports}
+    assert parameters.keys() == exports.keys()
     for name, weight in parameters.items():
-        values = wanted[name].dequantize(dtype) if hasattr(wanted[name], "planes") else wanted[name].to(dtype)
+        values = exports[name].dequantize(dtype) if hasattr(exports[name], "planes") else exports[name].to(dtype)
         assert torch.equal(weight.to(dtype), values), name
 
 
@@ -74,10 +74,10 @@ def test_planes_of_training_decode_to_equal_weights(name: str, tmp_path) -> None
 
 
 def test_bf16_loads_as_a_plain_model(tmp_path) -> None:
-    wanted = exported(tmp_path, "BF16")
+    exports = exported(tmp_path, "BF16")
     model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
     assert not any(info.values()) and model.dtype == torch.bfloat16
-    assert all(torch.equal(p, wanted[name]) for name, p in model.named_parameters())
+    assert all(torch.equal(p, exports[name]) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "MXFP8", "NVFP4A16"])
@@ -86,10 +86,12 @@ def test_we_read_what_compressed_tensors_compresses(scheme: str, tmp_path) -> No
     set_dequantize(tmp_path / "x", False)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x", dtype=torch.float32)
     model.save_pretrained(tmp_path / "y")
-    ours, theirs = duotone.load(tmp_path / "x"), duotone.load(tmp_path / "y")
-    for name in ours.keys() & theirs.keys():
-        if hasattr(ours[name], "planes"):
-            assert torch.equal(ours[name].dequantize(torch.bfloat16), theirs[name].dequantize(torch.bfloat16)), name
+    exports, compressed = duotone.load(tmp_path / "x"), duotone.load(tmp_path / "y")
+    for name in exports.keys() & compressed.keys():
+        if hasattr(exports[name], "planes"):
+            assert torch.equal(exports[name].dequantize(torch.bfloat16), compressed[name].dequantize(torch.bfloat16)), (
+                name
+            )
 
 
 MOE = {"hidden_size": 128, "intermediate_size": 128, "num_local_experts": 4}

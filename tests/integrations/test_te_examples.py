@@ -16,10 +16,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-GIVEN = os.environ.get("TRANSFORMER_ENGINE")
-EXAMPLES = Path(GIVEN or ".") / "examples" / "pytorch"
+CLONE = os.environ.get("TRANSFORMER_ENGINE")
+EXAMPLES = Path(CLONE or ".") / "examples" / "pytorch"
 pytestmark = pytest.mark.skipif(
-    GIVEN is None, reason="TRANSFORMER_ENGINE=path pytest tests/integrations/test_te_examples.py, with a clone of it"
+    CLONE is None, reason="TRANSFORMER_ENGINE=path pytest tests/integrations/test_te_examples.py, with a clone of it"
 )
 MNIST = ["mnist/main.py", "--epochs=1", "--batch-size=16", "--test-batch-size=32", "--log-interval=1", "--dry-run"]
 FSDP = ["fsdp/fsdp.py", *"-b 2 -s 32 -n 4 -d 32 -i 2 -k 2".split()]

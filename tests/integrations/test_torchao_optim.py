@@ -66,9 +66,9 @@ def test_a_step_writes_what_the_same_step_gives_plain_parameters(
         with torch.no_grad():
             for copy, parameter in zip(plain, twin.parameters(), strict=True):
                 parameter.copy_(copy)
-        for (key, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-            assert isinstance(ours, QuantizedTensor) == key.endswith("weight")
-            parts = (ours.parts, theirs.parts) if isinstance(ours, QuantizedTensor) else ([ours], [theirs])
+        for (key, weight), reference in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert isinstance(weight, QuantizedTensor) == key.endswith("weight")
+            parts = (weight.parts, reference.parts) if isinstance(weight, QuantizedTensor) else ([weight], [reference])
             assert all(map(torch.equal, *parts)), key
     assert losses[::2] == losses[1::2]
     assert losses[-1] < 0.8 * losses[0]
@@ -87,7 +87,7 @@ def test_compiled_steps_over_shards_write_the_planes_of_one_process() -> None:
                 one(x).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        for ours, theirs in zip(model.parameters(), sharded.parameters(), strict=True):
-            assert torch.equal(values_of(ours), values_of(theirs.to_local()))
+        for weight, reference in zip(model.parameters(), sharded.parameters(), strict=True):
+            assert torch.equal(values_of(weight), values_of(reference.to_local()))
     finally:
         dist.destroy_process_group()

@@ -84,9 +84,9 @@ def test_the_trainer_lays_out_a_converted_model(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("family", [llama3, deepseek_v3])
 def test_the_bf16_recipe_gives_what_torchtitan_gives(family) -> None:
-    mine, theirs = step(build(family, "bf16")), step(build(family))
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(mine[name], tensor, rtol=0.02, atol=0.02 * tensor.abs().max().item(), msg=name)
+    converted, plain = step(build(family, "bf16")), step(build(family))
+    for name, tensor in plain.items():
+        torch.testing.assert_close(converted[name], tensor, rtol=0.02, atol=0.02 * tensor.abs().max().item(), msg=name)
 
 
 def test_experts_follow_the_recipe_and_what_chooses_them_does_not() -> None:

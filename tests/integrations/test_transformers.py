@@ -97,8 +97,8 @@ def test_what_is_saved_is_a_plain_model_that_keeps_seeds_and_delayed_scales(reci
 def test_hooks_of_devices_are_on_converted_modules(plain) -> None:
     require("accelerate")
     model = AUTO.from_pretrained(plain, quantization_config=DuotoneConfig("mxfp8"), device_map={"": "cpu"})
-    wanted, _ = load(plain)
-    assert torch.equal(model(batch(0)).logits, wanted(batch(0)).logits)
+    reference, _ = load(plain)
+    assert torch.equal(model(batch(0)).logits, reference(batch(0)).logits)
 
 
 def test_dequantize_gives_a_plain_model(plain) -> None:
@@ -174,19 +174,19 @@ def test_a_report_tells_what_ran(tmp_path) -> None:
 
 
 def test_a_schedule_decides_each_step(tmp_path, monkeypatch) -> None:
-    asked = []
+    calls = []
 
     def at(schedule: Schedule, step: int):
-        asked.append((schedule.phase(step).recipe.name, step))
+        calls.append((schedule.phase(step).recipe.name, step))
         return schedule.phase(step).recipe
 
     monkeypatch.setattr(Schedule, "at", at)
     run = trainer(tmp_path, DuotoneCallback(schedule=SCHEDULE), gradient_accumulation_steps=2)
     run.train()
     names = [("nvfp4", 0), ("nvfp4", 1), ("nvfp4", 2), ("fp8-delayed", 3)]
-    assert asked == [pair for pair in names for _ in range(2)]
+    assert calls == [pair for pair in names for _ in range(2)]
     run.model.train()(input_ids=batch(0))
-    assert len(asked) == 8  # nothing follows the schedule after training
+    assert len(calls) == 8  # nothing follows the schedule after training
 
 
 def test_a_checkpoint_without_states_and_a_plain_model_are_refused(tmp_path) -> None:
@@ -221,7 +221,7 @@ def test_a_model_of_a_config_trains_under_trainer(plain, tmp_path) -> None:
     assert not any(info.values())
 
 
-def held(recipe: str = "mxfp8"):
+def quantized_model(recipe: str = "mxfp8"):
     return duotone.convert_parameters(duotone.convert(llama(), recipe), recipe)
 
 
@@ -233,7 +233,7 @@ def planes(model) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("masters", [False, True])
 def test_quantized_parameters_resume_with_the_planes_that_they_had(masters: bool, tmp_path) -> None:
     def run(path, steps: int = 4):
-        model = held("nvfp4")
+        model = quantized_model("nvfp4")
         return trainer(path, DuotoneCallback(), steps, model, masters)
 
     whole, again = run(tmp_path), run(tmp_path)
@@ -244,15 +244,17 @@ def test_quantized_parameters_resume_with_the_planes_that_they_had(masters: bool
 
 
 def test_quantized_parameters_resume_with_a_warning_where_their_planes_are_not_found(tmp_path) -> None:
-    trainer(tmp_path, DuotoneCallback(), 2, held()).train()
+    trainer(tmp_path, DuotoneCallback(), 2, quantized_model()).train()
     (tmp_path / "checkpoint-2" / "duotone_planes.pt").unlink()
     with pytest.warns(UserWarning, match="duotone_planes.pt of the checkpoint was not found, so planes were encoded"):
-        trainer(tmp_path, DuotoneCallback(), 4, held()).train(resume_from_checkpoint=True)
+        trainer(tmp_path, DuotoneCallback(), 4, quantized_model()).train(resume_from_checkpoint=True)
 
 
 def test_a_phase_may_change_the_format_of_quantized_parameters(tmp_path) -> None:
     phases = (Phase("mxfp8", 0), Phase("nvfp4", 0.25, convert_parameters=True))
-    runs = [trainer(tmp_path, DuotoneCallback(schedule=Schedule(phases=phases)), 4, held()) for _ in range(2)]
+    runs = [
+        trainer(tmp_path, DuotoneCallback(schedule=Schedule(phases=phases)), 4, quantized_model()) for _ in range(2)
+    ]
     runs[0].train()
     weight = runs[0].model.model.layers[0].mlp.up_proj.weight
     assert weight.formats[0].name == "nvfp4_16x16"
@@ -268,12 +270,12 @@ def test_evaluations_and_the_trained_model_follow_the_schedule(tmp_path) -> None
     run = trainer(tmp_path, callback, **options)
     run.train()
     losses = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
-    wanted = {}
+    expected = {}
     for recipe in ("nvfp4-1d-weight", "mxfp8"):
         plain = trainer(tmp_path / recipe, DuotoneCallback(recipe), **options)
-        wanted[recipe] = plain.evaluate()["eval_loss"]
-    assert losses == [wanted["nvfp4-1d-weight"], wanted["mxfp8"]] and losses[0] != losses[1]
-    assert run.evaluate()["eval_loss"] == wanted["mxfp8"]
+        expected[recipe] = plain.evaluate()["eval_loss"]
+    assert losses == [expected["nvfp4-1d-weight"], expected["mxfp8"]] and losses[0] != losses[1]
+    assert run.evaluate()["eval_loss"] == expected["mxfp8"]
     report = (tmp_path / "report.txt").read_text()
     assert report.startswith("4 steps, at the end under mxfp8\n") and "mxfp8_e4m3" in report and "nvfp4" not in report
     run.train()  # begins anew, under the first recipe

@@ -36,8 +36,8 @@ def step(model) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_model_that_was_not_converted_or_in_high_precision_attends_as_sdpa() -> None:
     plain = step(llama("sdpa"))
     for model in (llama("duotone"), duotone.convert(llama("duotone"), HIGH)):
-        for ours, theirs in zip(step(model), plain, strict=True):
-            assert torch.allclose(ours, theirs, atol=1e-5)
+        for result, expected in zip(step(model), plain, strict=True):
+            assert torch.allclose(result, expected, atol=1e-5)
 
 
 def test_converted_attention_follows_the_recipe_and_has_rows_in_the_plan() -> None:
@@ -46,9 +46,9 @@ def test_converted_attention_follows_the_recipe_and_has_rows_in_the_plan() -> No
     assert [row.gemm for row in rows][:2] == ["QK^T", "PV"] and rows[0].a == "fp8_e4m3_tensor" and len(rows) == 7
     (row,) = duotone.plan(plain).filter("model.layers.0.self_attn")
     assert "attention runs as 'sdpa'" in row.reason and "attn_implementation='duotone'" in row.reason
-    for ours, theirs in zip(step(model), step(plain), strict=True):
-        assert not torch.equal(ours, theirs)
-        assert (ours - theirs).norm() < 0.15 * theirs.norm()
+    for result, expected in zip(step(model), step(plain), strict=True):
+        assert not torch.equal(result, expected)
+        assert (result - expected).norm() < 0.15 * expected.norm()
     assert model.state_dict().keys() == plain.state_dict().keys()
 
 
@@ -112,10 +112,10 @@ def test_a_static_cache_generates_what_sdpa_does() -> None:
     tokens = torch.arange(9)[None] + 3
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "output_scores": True}
     options |= {"cache_implementation": "static", "return_dict_in_generate": True}
-    ours = duotone.convert(llama("duotone"), HIGH).eval().generate(tokens, **options)
-    theirs = llama("sdpa").eval().generate(tokens, **options)
-    assert torch.equal(ours.sequences, theirs.sequences)
-    assert all(torch.allclose(*scores, atol=1e-5) for scores in zip(ours.scores, theirs.scores, strict=True))
+    result = duotone.convert(llama("duotone"), HIGH).eval().generate(tokens, **options)
+    expected = llama("sdpa").eval().generate(tokens, **options)
+    assert torch.equal(result.sequences, expected.sequences)
+    assert all(torch.allclose(*scores, atol=1e-5) for scores in zip(result.scores, expected.scores, strict=True))
 
 
 def test_scores_that_a_model_changes_are_refused_in_one_line() -> None:
@@ -138,5 +138,5 @@ def test_a_checkpoint_of_transformers_keeps_the_delayed_scales_of_attention(tmp_
     again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
     assert not any(info.values())
     model.zero_grad()
-    for ours, theirs in zip(step(again), step(model), strict=True):
-        assert torch.equal(ours, theirs)
+    for result, expected in zip(step(again), step(model), strict=True):
+        assert torch.equal(result, expected)
