@@ -25,11 +25,11 @@ def awkward_matrix(m: int, k: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def same(here: Plane | None, there: Plane | None) -> None:
-    assert (here is None) == (there is None)
-    if here is None or there is None:
+def same(cpu: Plane | None, cuda: Plane | None) -> None:
+    assert (cpu is None) == (cuda is None)
+    if cpu is None or cuda is None:
         return
-    assert there.shape == here.shape
-    for name, part in here.parts.items():
-        assert there.parts[name].shape == part.shape, name
-        assert torch.equal(bits(there.parts[name]), bits(part)), name
+    assert cuda.shape == cpu.shape
+    for name, part in cpu.parts.items():
+        assert cuda.parts[name].shape == part.shape, name
+        assert torch.equal(bits(cuda.parts[name]), bits(part)), name

@@ -14,11 +14,11 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
     reason="no CUDA device; run `PYTHONPATH=src python -m pytest tests/gpu` on one",
 )
-NAMES = [name for name, made in ACTIVATIONS.items() if made.kernel]
+NAMES = [name for name, activation in ACTIVATIONS.items() if activation.kernel]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-def given(name: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, Tensor]:
+def inputs_of(name: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, Tensor]:
     """An input over the whole range where the function bends, and a gradient."""
     columns = 2 * width if ACTIVATIONS[name].gated else width
     x = torch.randn(rows, columns, device="cuda") * 4
@@ -42,7 +42,7 @@ def test_kernels_compute_what_torch_does(name, shape, dtype) -> None:
     from duotone.kernels.activations import materialize
 
     act = ACTIVATIONS[name]
-    x, dy = given(name, dtype, *shape)
+    x, dy = inputs_of(name, dtype, *shape)
     value, gradient = materialize(act.produced(x)), materialize(act.produced_gradient(dy, x))
     want, slope = act.value(x), act.gradient(dy, x)
     for result, right in ((value, want), (gradient, slope)):
@@ -70,7 +70,7 @@ def test_a_cast_on_the_way_has_the_bits_of_a_cast_after(name, shape, fmt) -> Non
     from duotone.kernels.activations import materialize
 
     act = ACTIVATIONS[name]
-    x, dy = given(name, torch.bfloat16, *shape)
+    x, dy = inputs_of(name, torch.bfloat16, *shape)
     quantizer = Quantizer(formats.get(fmt), formats.get(fmt))
     for result in (act.produced(x), act.produced_gradient(dy, x)):
         after = encode_once(quantizer.rowwise, quantizer.columnwise, materialize(result), LOCAL)
@@ -95,9 +95,9 @@ def test_silu_has_the_bits_of_torch_for_every_narrow_value(dtype) -> None:
         pairs.append((silu.produced_gradient(dy, x), silu.gradient(dy, x)))
         pairs.append((swiglu.produced_gradient(dy, both), swiglu.gradient(dy, both)))
     for result, want in pairs:
-        got, kind = materialize(result), torch.int16
-        equal = (got.view(kind) == want.view(kind)) | (got.isnan() & want.isnan())
-        assert equal.all(), (got[~equal][:4], want[~equal][:4])
+        output, kind = materialize(result), torch.int16
+        equal = (output.view(kind) == want.view(kind)) | (output.isnan() & want.isnan())
+        assert equal.all(), (output[~equal][:4], want[~equal][:4])
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)

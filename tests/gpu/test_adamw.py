@@ -56,10 +56,10 @@ def stepped(parameter: nn.Parameter, grads: list[Tensor], **options: object) -> 
     return optimizer.state[parameter]
 
 
-def same_states(here: dict[str, Tensor], there: dict[str, Tensor]) -> None:
-    assert here.keys() == there.keys()
-    for name, value in here.items():
-        assert torch.equal(bits(there[name]), bits(value)), name
+def same_states(cpu: dict[str, Tensor], cuda: dict[str, Tensor]) -> None:
+    assert cpu.keys() == cuda.keys()
+    for name, value in cpu.items():
+        assert torch.equal(bits(cuda[name]), bits(value)), name
 
 
 @pytest.mark.parametrize("maximize", [False, True])
@@ -88,12 +88,12 @@ def test_planes_have_the_bits_of_the_cpu(name, dtype, shape) -> None:
         addresses = [part.data_ptr() for plane in results["cuda"].planes if plane for part in plane.parts.values()]
         states = [stepped(results[device], grads) for device in DEVICES]
         same_states(*states)
-        for here, there in zip(results["cpu"].planes, results["cuda"].planes, strict=True):
-            same(here, there)
+        for cpu, cuda in zip(results["cpu"].planes, results["cuda"].planes, strict=True):
+            same(cpu, cuda)
         twin = results["cuda"].detach().clone()
         twin.copy_(states[1]["master"])
-        for here, there in zip(twin.planes, results["cuda"].planes, strict=True):
-            same(here, there)
+        for cpu, cuda in zip(twin.planes, results["cuda"].planes, strict=True):
+            same(cpu, cuda)
         saved = [part.data_ptr() for plane in results["cuda"].planes if plane for part in plane.parts.values()]
         assert saved == addresses
 
@@ -115,8 +115,8 @@ def test_a_delayed_weight_is_written_by_the_step_under_the_scale_of_its_slot(dty
     with mock.patch.object(adamw, "update_planes", wraps=adamw.update_planes) as one_pass:
         same_states(*(stepped(results[device], grads) for device in DEVICES))
     assert one_pass.call_count == len(grads)
-    for here, there in zip(results["cpu"].planes, results["cuda"].planes, strict=True):
-        same(here, there)
+    for cpu, cuda in zip(results["cpu"].planes, results["cuda"].planes, strict=True):
+        same(cpu, cuda)
     assert torch.equal(bits(states["cuda"].amax_history), bits(states["cpu"].amax_history))
     assert states["cuda"].amax_history[0].item() > 0
     pending().backward.clear()
@@ -125,11 +125,11 @@ def test_a_delayed_weight_is_written_by_the_step_under_the_scale_of_its_slot(dty
 def test_planes_that_share_memory_are_written_together() -> None:
     """A parameter that was made on the CPU: its columnwise plane is a view."""
     fmt = formats.get("fp8_e4m3_delayed")
-    here = nn.Parameter(Quantizer(fmt, fmt).make(torch.randn(48, 80)))
-    there = nn.Parameter(here.detach().to("cuda"))
+    cpu = nn.Parameter(Quantizer(fmt, fmt).make(torch.randn(48, 80)))
+    cuda = nn.Parameter(cpu.detach().to("cuda"))
     grads = [torch.randn(48, 80)]
-    same_states(stepped(here, grads), stepped(there, grads))
-    for a, b in zip(here.planes, there.planes, strict=True):
+    same_states(stepped(cpu, grads), stepped(cuda, grads))
+    for a, b in zip(cpu.planes, cuda.planes, strict=True):
         same(a, b)
 
 
@@ -142,7 +142,7 @@ STRIDES = {
 
 @pytest.mark.parametrize("name", ["fp8_e4m3_delayed", "fp8_e4m3_tensor", "mxfp8_e4m3"])
 @pytest.mark.parametrize("strided", STRIDES.values(), ids=STRIDES.keys())
-def test_gradients_of_any_strides(strided, name) -> None:
+def test_gradients_of_any_strides_give_equal_planes(strided, name) -> None:
     quantizer, grad = Quantizer(formats.get(name), formats.get(name)), torch.randn(64, 96).bfloat16()
     results, states = (
         [nn.Parameter(quantizer.make(torch.ones(64, 96, device=device).bfloat16())) for device in DEVICES],
@@ -155,8 +155,8 @@ def test_gradients_of_any_strides(strided, name) -> None:
         optimizer.step()
         states.append(optimizer.state[parameter])
     same_states(*states)
-    for here, there in zip(results[0].planes, results[1].planes, strict=True):
-        same(here, there)
+    for cpu, cuda in zip(results[0].planes, results[1].planes, strict=True):
+        same(cpu, cuda)
 
 
 def test_a_parameter_of_any_strides_keeps_them() -> None:
@@ -215,8 +215,8 @@ def test_a_captured_step_has_the_bits_of_eager_ones(masters, moments) -> None:
             )
         )
         for p, q in zip(eager[:2], captured[:2], strict=True):
-            for here, there in zip(p.planes, q.planes, strict=True):
-                same(here, there)
+            for cpu, cuda in zip(p.planes, q.planes, strict=True):
+                same(cpu, cuda)
         assert torch.equal(bits(eager[2]), bits(captured[2]))
 
 

@@ -66,9 +66,9 @@ def test_the_kernels_are_within_a_bound_of_blocks_of_keys(by_blocks, recipe, wid
         assert all(torch.equal(*pair) for pair in zip(fused, again, strict=True))
     by_blocks()
     blocks = step(DotProductAttention(4, width, **options), x)
-    for ours, theirs in zip(fused, blocks, strict=True):
+    for result, reference in zip(fused, blocks, strict=True):
         bound = 0.09 if recipe is ALL_FP8 else 0.04  # dS has other scales
-        assert (ours.float() - theirs.float()).norm() < bound * theirs.float().norm()
+        assert (result.float() - reference.float()).norm() < bound * reference.float().norm()
 
 
 EDGES = {
@@ -98,9 +98,10 @@ def test_windows_and_masks_are_within_a_bound_of_blocks_of_keys(by_blocks, name,
     fused = step(DotProductAttention(4, width, **options), x, **keywords)
     by_blocks()
     blocks = step(DotProductAttention(4, width, **options), x, **keywords)
-    for ours, theirs in zip(fused, blocks, strict=True):
-        assert not torch.equal(ours, theirs)  # other sums
-        assert (ours.float() - theirs.float()).norm() < (0.09 if recipe is ALL_FP8 else 0.04) * theirs.float().norm()
+    for result, reference in zip(fused, blocks, strict=True):
+        assert not torch.equal(result, reference)  # other sums
+        bound = 0.09 if recipe is ALL_FP8 else 0.04
+        assert (result.float() - reference.float()).norm() < bound * reference.float().norm()
 
 
 @pytest.mark.parametrize("recipe", [CURRENT, duotone.MXFP8BlockScaling(fp8_dpa=True)], ids=lambda r: r.kind)
@@ -111,8 +112,8 @@ def test_blocks_of_keys_on_a_gpu_give_what_they_give_on_a_cpu(by_blocks, recipe)
     for device in ("cpu", "cuda"):
         options = {"num_gqa_groups": 2, "qkv_format": "bshd", "name": "a"}
         results.append(step(DotProductAttention(4, 64, recipe=recipe, **options), [t.to(device) for t in x]))
-    for ours, theirs in zip(*results, strict=True):
-        assert (ours.float() - theirs.cpu().float()).norm() < 0.01 * ours.float().norm()
+    for cpu, cuda in zip(*results, strict=True):
+        assert (cpu.float() - cuda.cpu().float()).norm() < 0.01 * cpu.float().norm()
 
 
 def test_compiled_attention_in_high_precision_runs_cudnn_as_eager_attention_does() -> None:
@@ -131,5 +132,5 @@ def test_compiled_attention_in_high_precision_runs_cudnn_as_eager_attention_does
     compiled = step(torch.compile(core, backend=aot_autograd(fw_compiler=record), fullgraph=True), x)
     assert {f"aten._scaled_dot_product_cudnn_attention{end}.default" for end in ("", "_backward")} <= names
     assert torch.equal(eager[0], compiled[0])
-    for ours, theirs in zip(compiled[1:], eager[1:], strict=True):
-        assert (ours.float() - theirs.float()).norm() < 2**-8 * theirs.float().norm()  # its sums are in any order
+    for result, expected in zip(compiled[1:], eager[1:], strict=True):
+        assert (result.float() - expected.float()).norm() < 2**-8 * expected.float().norm()  # its sums are in any order

@@ -117,8 +117,8 @@ def pair(data: st.DataObject, m: int, k: int, spread: float, dtype: torch.dtype)
     shape = (k * down, m * across) if turned else (m * down, k * across)
     x = torch.randn(shape, generator=generator)
     x = (x * torch.exp2(spread * torch.randn(shape, generator=generator))).to(dtype)
-    here, there = (t[::down, ::across] for t in (x, x.cuda()))
-    return (here.t(), there.t()) if turned else (here, there)
+    cpu, cuda = (t[::down, ::across] for t in (x, x.cuda()))
+    return (cpu.t(), cuda.t()) if turned else (cpu, cuda)
 
 
 RANDOM = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -130,19 +130,19 @@ SIZES = st.integers(1, 300)
 @given(data=st.data())
 def test_random_shapes_and_strides_have_the_bits_of_the_plain_stages(dtype, data) -> None:
     fmt = formats.get(data.draw(st.sampled_from(NAMES)))
-    here, there = pair(data, data.draw(SIZES), data.draw(SIZES), data.draw(st.floats(0, 12)), dtype)
-    row, col = Quantizer(fmt, fmt).encode(there, ctx=QuantizeContext(propagate=False))
-    plain = fmt.encode(here)
-    turned = fmt.derive(plain, here.shape[1]) if fmt.is_derivable else fmt.encode(here.t(), plane="col")
+    cpu, cuda = pair(data, data.draw(SIZES), data.draw(SIZES), data.draw(st.floats(0, 12)), dtype)
+    row, col = Quantizer(fmt, fmt).encode(cuda, ctx=QuantizeContext(propagate=False))
+    plain = fmt.encode(cpu)
+    turned = fmt.derive(plain, cpu.shape[1]) if fmt.is_derivable else fmt.encode(cpu.t(), plane="col")
     assert row is not None and col is not None and turned is not None
     for result, want in ((row.parts, plain), (col.parts, turned)):
         for part, value in want.items():
-            got = result[part].cpu()
-            assert got.shape == value.shape
-            assert torch.equal(got.float().nan_to_num(-1.0), value.float().nan_to_num(-1.0)), (fmt.name, part)
+            output = result[part].cpu()
+            assert output.shape == value.shape
+            assert torch.equal(output.float().nan_to_num(-1.0), value.float().nan_to_num(-1.0)), (fmt.name, part)
     for plane, parts in ((row, plain), (col, turned)):
-        got, want = plane.values(dtype).cpu(), fmt.decode(parts, dtype)
-        assert torch.equal(got.nan_to_num(-1.0), want.nan_to_num(-1.0)), fmt.name
+        output, want = plane.values(dtype).cpu(), fmt.decode(parts, dtype)
+        assert torch.equal(output.nan_to_num(-1.0), want.nan_to_num(-1.0)), fmt.name
 
 
 @settings(RANDOM, max_examples=60)

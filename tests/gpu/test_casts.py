@@ -63,11 +63,11 @@ def test_one_read_has_the_bits_of_the_stages(pair, shape, dtype) -> None:
     quantizer = Quantizer(formats.get(pair[0]), formats.get(pair[1]))
     assert casts.one_read(quantizer.rowwise, quantizer.columnwise, x.cuda(), True) is not None
     for propagate in (True, False):
-        here = plain(quantizer, x, propagate)
+        cpu = plain(quantizer, x, propagate)
         for usage in USAGES if propagate else USAGES[:1]:
-            there = quantizer.encode(x.cuda(), usage, QuantizeContext(propagate=propagate))
-            same(here[0] if usage.rowwise else None, there.rowwise)
-            same(here[1] if usage.columnwise else None, there.columnwise)
+            cuda = quantizer.encode(x.cuda(), usage, QuantizeContext(propagate=propagate))
+            same(cpu[0] if usage.rowwise else None, cuda.rowwise)
+            same(cpu[1] if usage.columnwise else None, cuda.columnwise)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
@@ -98,18 +98,18 @@ def plain(quantizer: Quantizer, x: Tensor, propagate: bool = True) -> tuple[Plan
 
 def test_inputs_that_are_not_contiguous_or_misaligned() -> None:
     x = awkward_matrix(130, 512, torch.bfloat16)
-    there = x.cuda()
+    cuda = x.cuda()
     flat = torch.zeros(130 * 512 + 1, dtype=torch.bfloat16, device="cuda")
-    flat[1:] = there.view(-1)
+    flat[1:] = cuda.view(-1)
     misaligned = flat[1:].view(130, 512)
     assert misaligned.data_ptr() % 16
-    views = [(x.t(), there.t()), (x[::2, ::3], there[::2, ::3]), (x[1:2].expand(8, 512), there[1:2].expand(8, 512))]
+    views = [(x.t(), cuda.t()), (x[::2, ::3], cuda[::2, ::3]), (x[1:2].expand(8, 512), cuda[1:2].expand(8, 512))]
     for a, b in [*views, (x, misaligned)]:
         for name in ONE_READ:
             quantizer = Quantizer(formats.get(name), formats.get(name))
-            here, tensor = plain(quantizer, a), quantizer.encode(b)
-            same(here[0], tensor.rowwise)
-            same(here[1], tensor.columnwise)
+            cpu, tensor = plain(quantizer, a), quantizer.encode(b)
+            same(cpu[0], tensor.rowwise)
+            same(cpu[1], tensor.columnwise)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -117,8 +117,8 @@ def test_inputs_that_are_not_contiguous_or_misaligned() -> None:
 def test_decoding_in_one_kernel_has_the_bits_of_the_stages(name, shape) -> None:
     x = awkward_matrix(*shape, torch.float32)
     quantizer = Quantizer(formats.get(name), formats.get(name))
-    here, there = plain(quantizer, x), quantizer.encode(x.cuda())
-    for a, b in zip(here, there, strict=True):
+    cpu, cuda = plain(quantizer, x), quantizer.encode(x.cuda())
+    for a, b in zip(cpu, cuda, strict=True):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             assert torch.equal(bits(b.values(dtype)), bits(a.format.decode(a.parts, dtype))), dtype
         assert torch.equal(bits(factors(b).values), bits(a.format.factors(a.parts).values))
@@ -159,22 +159,22 @@ def test_the_roll_in_one_kernel_has_the_bits_of_the_plain_one(length, margin, al
     live = [torch.tensor([0.0, 1e-44, torch.inf, 3.0, 1e30, 7.0, torch.nan]), torch.tensor([2.0, 0.0])]
     pairs = []
     for amaxes in live:
-        here, there = (DelayedState(len(amaxes), parameters, device) for device in ("cpu", "cuda"))
-        here.largest = there.largest = [448.0, 448.0, 57344.0, 57344.0, 448.0, 0.0, 448.0][: len(amaxes)]
-        here.amax_history.copy_(torch.rand(length, len(amaxes)) * 100)
-        here.amax_history[0] = amaxes
-        here.scale.copy_(torch.rand(len(amaxes)) + 1)
-        there.load_state_dict(here.state_dict())
-        pairs.append((here, there))
+        cpu, cuda = (DelayedState(len(amaxes), parameters, device) for device in ("cpu", "cuda"))
+        cpu.largest = cuda.largest = [448.0, 448.0, 57344.0, 57344.0, 448.0, 0.0, 448.0][: len(amaxes)]
+        cpu.amax_history.copy_(torch.rand(length, len(amaxes)) * 100)
+        cpu.amax_history[0] = amaxes
+        cpu.scale.copy_(torch.rand(len(amaxes)) + 1)
+        cuda.load_state_dict(cpu.state_dict())
+        pairs.append((cpu, cuda))
     for _ in range(3):
-        roll_all([there for _, there in pairs])
-        for here, there in pairs:
-            before = here.scale.clone()
-            here.roll()
-            assert torch.equal(there.step.before.past.cpu(), before)
+        roll_all([cuda for _, cuda in pairs])
+        for cpu, cuda in pairs:
+            before = cpu.scale.clone()
+            cpu.roll()
+            assert torch.equal(cuda.step.before.past.cpu(), before)
             for name in ("amax_history", "events", "scale"):
-                assert torch.equal(bits(getattr(there, name)), bits(getattr(here, name))), name
-            here.amax_history[0], there.amax_history[0] = 5.0, 5.0
+                assert torch.equal(bits(getattr(cuda, name)), bits(getattr(cpu, name))), name
+            cpu.amax_history[0], cuda.amax_history[0] = 5.0, 5.0
 
 
 PAIRS = [("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]

@@ -27,11 +27,11 @@ def bits(t: Tensor) -> Tensor:
 def test_cuda_encodes_and_decodes_the_bits_of_the_cpu(name, dtype, awkward) -> None:
     fmt, x = formats.get(name), awkward.to(dtype)
     for view, other in ((x, x.cuda()), (x.t(), x.cuda().t()), (x[1:, :150], x.cuda()[1:, :150])):
-        here, there = fmt.encode(view, seed=5), fmt.encode(other, seed=5)
-        for part, value in here.items():
-            assert torch.equal(bits(there[part]), bits(value)), part
+        cpu, cuda = fmt.encode(view, seed=5), fmt.encode(other, seed=5)
+        for part, value in cpu.items():
+            assert torch.equal(bits(cuda[part]), bits(value)), part
         for target in (torch.float32, torch.bfloat16):
-            assert torch.equal(bits(fmt.decode(there, target)), bits(fmt.decode(here, target)))
+            assert torch.equal(bits(fmt.decode(cuda, target)), bits(fmt.decode(cpu, target)))
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -58,10 +58,10 @@ def test_a_linear_on_cuda_multiplies_what_its_formats_decode_to(name) -> None:
         planes(1, weight),
         planes(2, dy),
     )
-    for got, a, b, extra in (
+    for result, a, b, extra in (
         (y, xr, wr.t(), module.bias),
         (leaf.grad, gr, wc.t(), None),
         (module.weight.grad, gc.t().t(), xc.t(), None),
     ):
         exact = a @ b + (0 if extra is None else extra.double())
-        assert (got.double() - exact).abs().max() <= 2.0**-7 * (a.abs() @ b.abs()).max()
+        assert (result.double() - exact).abs().max() <= 2.0**-7 * (a.abs() @ b.abs()).max()

@@ -77,13 +77,13 @@ def compare(
     """`call` is how `m` runs, if not by itself."""
     follow(m, graphed)
     for number, (x, dy) in enumerate(batches()):
-        ours, theirs = eager_step(m, x, dy, call), step(x, dy)
-        for a, b in zip([*ours, *states(m)], [*theirs, *states(graphed)], strict=True):
+        eager, replayed = eager_step(m, x, dy, call), step(x, dy)
+        for a, b in zip([*eager, *states(m)], [*replayed, *states(graphed)], strict=True):
             assert torch.equal(bits(a), bits(b)), number
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_graphed_callables(name) -> None:
+def test_graphed_callables_replay_the_bits_of_eager_steps(name) -> None:
     m, graphed = model(name), model(name)
     for p in graphed.parameters():
         p.grad = torch.zeros_like(p)
@@ -132,7 +132,7 @@ def captured(graphed: nn.Module, forward: Callable[[Tensor], Tensor]) -> Callabl
 
 @pytest.mark.parametrize("how", ["plain", "region", "checkpoint", "compiled"])
 @pytest.mark.parametrize("name", NAMES)
-def test_whole_steps(name, how) -> None:
+def test_captured_whole_steps_replay_the_bits_of_eager_ones(name, how) -> None:
     """A region inside of the capture, a recompute, and compiled code."""
     m, graphed = model(name), model(name)
     forward = torch.compile(graphed) if how == "compiled" else graphed
@@ -259,16 +259,16 @@ def test_a_flagged_microbatch_of_another_weight_refuses_the_backwards_in_flight(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reduce_overhead(name) -> None:
+def test_reduce_overhead_has_the_bits_of_compiled_code(name) -> None:
     """torch takes graphs of what it can; scales and seeds are those of code that is compiled without them."""
     m, graphed = model(name), model(name)
     plain, fast = torch.compile(m), torch.compile(graphed, mode="reduce-overhead")
     for number, (x, dy) in enumerate(batches()):
-        ours = [one.clone() for one in eager_step(m, x, dy, plain)]
+        eager = [one.clone() for one in eager_step(m, x, dy, plain)]
         torch.compiler.cudagraph_mark_step_begin()
-        theirs = [one.clone() for one in eager_step(graphed, x, dy, fast)]
+        replayed = [one.clone() for one in eager_step(graphed, x, dy, fast)]
         graphed.zero_grad()  # gradients lie in memory that the next replay writes
-        for a, b in zip([*ours, *states(m)], [*theirs, *states(graphed)], strict=True):
+        for a, b in zip([*eager, *states(m)], [*replayed, *states(graphed)], strict=True):
             assert torch.equal(bits(a), bits(b)), number
 
 

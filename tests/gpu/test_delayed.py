@@ -31,22 +31,22 @@ def test_first_steps_have_the_states_of_the_cpu(kind) -> None:
     torch.manual_seed(0)
     splits = [32, 0, 64, 32]
     if kind == "linear":
-        here = duotone.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, recipe=RECIPE, device="cpu")
+        cpu = duotone.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, recipe=RECIPE, device="cpu")
     else:
-        here = duotone.GroupedLinear(4, 64, 64, bias=False, params_dtype=torch.bfloat16, recipe=RECIPE, device="cpu")
-    there = copy.deepcopy(here).cuda()
+        cpu = duotone.GroupedLinear(4, 64, 64, bias=False, params_dtype=torch.bfloat16, recipe=RECIPE, device="cpu")
+    cuda = copy.deepcopy(cpu).cuda()
     for number in range(3):
         x, dy = torch.randn(128, 64).bfloat16(), (torch.randn(128, 64) * 2.0**-12).bfloat16()
         x[:32] /= 1000
         if number == 0:
             dy[:32] = 0
-        for m, device in ((here, "cpu"), (there, "cuda")):
+        for m, device in ((cpu, "cpu"), (cuda, "cuda")):
             inputs = () if kind == "linear" else (splits,)
             with duotone.autocast(recipe=RECIPE):
                 y = m(x.to(device).requires_grad_(), *inputs)
             y.backward(dy.to(device))
-        for ours, theirs in zip(states(here), states(there), strict=True):
-            assert torch.equal(ours, theirs)
+        for on_cpu, on_cuda in zip(states(cpu), states(cuda), strict=True):
+            assert torch.equal(on_cpu, on_cuda)
 
 
 def test_steps_after_the_first_measure_no_amax_before_they_cast() -> None:
@@ -72,8 +72,8 @@ def test_compiled_first_steps_have_eager_bits() -> None:
             with duotone.autocast(recipe=RECIPE):
                 y = call(x.clone().requires_grad_())
             (y.sum() * 2.0**-12).backward()
-        for ours, theirs in zip(states(compiled), states(eager), strict=True):
-            assert torch.equal(ours, theirs)
+        for result, expected in zip(states(compiled), states(eager), strict=True):
+            assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def penalty(f, given: list[Tensor]) -> list[Tensor]:
-    first = torch.autograd.grad(f(given[0]).float().pow(3).sum(), given, create_graph=True)
-    return list(torch.autograd.grad(sum(g.float().square().sum() for g in first), given, allow_unused=True))
+def penalty(f, inputs: list[Tensor]) -> list[Tensor]:
+    first = torch.autograd.grad(f(inputs[0]).float().pow(3).sum(), inputs, create_graph=True)
+    return list(torch.autograd.grad(sum(g.float().square().sum() for g in first), inputs, allow_unused=True))
 
 
 def test_a_gradient_penalty_in_high_precision_is_torchs() -> None:
@@ -32,10 +32,10 @@ def test_a_gradient_penalty_in_high_precision_is_torchs() -> None:
         return F.linear(F.silu(a) * b, m.fc2.weight, m.fc2.bias)
 
     inputs = [torch.randn(32, 64, device="cuda", requires_grad=True), *m.parameters()]
-    for got, want in zip(penalty(m, inputs), penalty(plain, inputs), strict=True):
-        assert (got is None) == (want is None)
+    for result, want in zip(penalty(m, inputs), penalty(plain, inputs), strict=True):
+        assert (result is None) == (want is None)
         if want is not None:
-            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * want.abs().max().item())
+            torch.testing.assert_close(result, want, rtol=1e-3, atol=1e-3 * want.abs().max().item())
 
 
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-block", "mxfp8", "nvfp4"])
@@ -60,5 +60,5 @@ def test_microbatches_in_flight_under_a_checkpoint_change_no_bit(name: str, reen
             losses[i].backward()
         return [*[leaf.grad for leaf in leaves], *[p.grad for p in m.parameters()], *[b.clone() for b in m.buffers()]]
 
-    got = steps(lambda m, x: checkpoint(m, x, use_reentrant=reentrant))
-    assert all(torch.equal(a, b) for a, b in zip(got, steps(lambda m, x: m(x)), strict=True))
+    result = steps(lambda m, x: checkpoint(m, x, use_reentrant=reentrant))
+    assert all(torch.equal(a, b) for a, b in zip(result, steps(lambda m, x: m(x)), strict=True))

@@ -55,15 +55,15 @@ def bits(t: Tensor) -> Tensor:
     return torch.where(t.isnan(), torch.nan, t).float().view(torch.int32) if t.is_floating_point() else t
 
 
-def same(ours: list, others: list) -> None:
-    assert len(ours) == len(others)
-    for i, (a, b) in enumerate(zip(ours, others, strict=True)):
+def same(results: list, others: list) -> None:
+    assert len(results) == len(others)
+    for i, (a, b) in enumerate(zip(results, others, strict=True)):
         assert (a is None) == (b is None), i
         assert a is None or (a.shape == b.shape and torch.equal(bits(a), bits(b))), i
 
 
-def close(ours: list, others: list) -> None:
-    for i, (a, b) in enumerate(zip(ours, others, strict=True)):
+def close(results: list, others: list) -> None:
+    for i, (a, b) in enumerate(zip(results, others, strict=True)):
         assert a.isfinite().all() and (a - b).norm() <= 1e-2 * b.norm() + 1e-6, i
 
 
@@ -228,8 +228,8 @@ def test_inputs_of_every_kind_give_the_same(name) -> None:
     fresh = group(recipes.load(name), single_grouped_weight=True)
     wide = torch.zeros(64, 2 * K, device="cuda", dtype=torch.bfloat16)
     wide[:, ::2] = x
-    got = train(fresh, wide[:, ::2].view(4, 16, K), dy.view(4, 16, N), [40, 0, 24])
-    same([got[0].view(64, N), got[1].view(64, K), got[2]], want)
+    result = train(fresh, wide[:, ::2].view(4, 16, K), dy.view(4, 16, N), [40, 0, 24])
+    same([result[0].view(64, N), result[1].view(64, K), result[2]], want)
     with torch.no_grad():
         for one in (m, fresh):  # after one step of training each
             assert torch.equal(one(x, [40, 0, 24]), m(x, torch.tensor([40, 0, 24])))
@@ -272,12 +272,12 @@ def test_device_splits_give_the_values_of_host_splits_without_waiting(name, spli
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            got = train(m, x, dy, counts)
+            result = train(m, x, dy, counts)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert stage_of(m).takes_device_splits
-        close(got, want)
-        assert all(not g.any() for g, n in zip(got[2:], splits, strict=True) if n == 0)
+        close(result, want)
+        assert all(not g.any() for g, n in zip(result[2:], splits, strict=True) if n == 0)
         for state in ("duotone_forward", "duotone_backward") if "delayed" in name else ():
             same(list(getattr(m, state).buffers()), list(getattr(twin, state).buffers()))
 
@@ -297,12 +297,12 @@ def test_biases_are_added_and_get_their_gradients_without_waiting(name, splits, 
     train(copy.deepcopy(m), x, dy, counts)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        got = train(m, x, dy, counts)
+        result = train(m, x, dy, counts)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(got) == 2 + 2 * len(splits)
-    close(got, want)
-    assert all(not g.any() for g, n in zip(got[5:], splits, strict=True) if n == 0)
+    assert len(result) == 2 + 2 * len(splits)
+    close(result, want)
+    assert all(not g.any() for g, n in zip(result[5:], splits, strict=True) if n == 0)
 
 
 @on_hopper
@@ -337,8 +337,8 @@ def test_rows_beyond_the_counts_do_not_matter_and_none_is_read_beyond_the_input(
     m = group(ON_DEVICE["fp8-rowwise"])
     x, dy = inputs([130, 0, 70])
     want = train(m, x[:150], dy[:150], [130, 0, 20])
-    got = train(m, x, dy, torch.tensor([130, 0, 20], device="cuda"))
-    close([got[0][:150], got[1][:150], *got[2:]], want)
+    result = train(m, x, dy, torch.tensor([130, 0, 20], device="cuda"))
+    close([result[0][:150], result[1][:150], *result[2:]], want)
     want = train(m, x, dy, [130, 0, 70])
     close(train(m, x, dy, torch.tensor([130, -5, 1 << 20], device="cuda")), want)
 
@@ -410,12 +410,12 @@ def test_grouped_products_are_those_of_their_segments(lines, fast, pair, dtype) 
             start, at = here.stop, at + native.width(rows_here, native.CHUNK)
 
 
-def near(found: Tensor, a: Tensor, b: Tensor, scale: Tensor, fast: bool) -> None:
+def near(result: Tensor, a: Tensor, b: Tensor, scale: Tensor, fast: bool) -> None:
     want = (a.double() @ b.double()) * scale.double()
     most = (a.double().abs() @ b.double().abs()) * scale.double()
     summed = most * 2.0**-13 * (a.shape[1] / 32 + 1 if fast else 6)
-    rounded = want.abs() * torch.finfo(found.dtype).eps + torch.finfo(found.dtype).smallest_normal
-    assert ((found.double() - want).abs() <= summed + rounded).all()
+    rounded = want.abs() * torch.finfo(result.dtype).eps + torch.finfo(result.dtype).smallest_normal
+    assert ((result.double() - want).abs() <= summed + rounded).all()
 
 
 @on_hopper
@@ -439,12 +439,12 @@ def test_small_linears_are_multiplied_together_and_give_the_values_of_separate_o
     m = group(recipes.load(name))
     linears = separate(m)
     x, dy = inputs(splits)
-    got, want = train(m, x, dy, splits), train_each(linears, x, dy, splits)
+    result, want = train(m, x, dy, splits), train_each(linears, x, dy, splits)
     assert stage_of(m).grouped  # type: ignore[attr-defined]
-    for one, n in zip(got[2:], splits, strict=True):
+    for one, n in zip(result[2:], splits, strict=True):
         assert n or not one.any()
-    close(got, want)
-    assert all(not g.any() for g, n in zip(got[2:], splits, strict=True) if n == 0)
+    close(result, want)
+    assert all(not g.any() for g, n in zip(result[2:], splits, strict=True) if n == 0)
 
 
 @on_hopper
@@ -531,8 +531,8 @@ def test_results_lie_in_the_buffers_of_the_caller_and_rows_beyond_the_counts_sta
     counts = torch.tensor(splits, device="cuda") if where == "device" else splits
     x, dy = torch.randn(rows, K, **_bf16()), torch.randn(rows, N, **_bf16())
     plain = x[:200].clone().requires_grad_()
-    wanted = m(plain, splits)
-    wanted.backward(dy[:200])
+    expected = m(plain, splits)
+    expected.backward(dy[:200])
     gradients = [p.grad.clone() for p in m.parameters()]
     m.zero_grad()
     out, dgrad_out = torch.full((rows, N), 7.0, **_bf16()), torch.full((rows, K), 7.0, **_bf16())
@@ -543,7 +543,7 @@ def test_results_lie_in_the_buffers_of_the_caller_and_rows_beyond_the_counts_sta
     y = m(leaf, counts, out=out, dgrad_out=dgrad_out)
     y.backward(dy)
     assert y.data_ptr() == out.data_ptr() and leaf.grad.data_ptr() == dgrad_out.data_ptr()
-    close([out[:200], dgrad_out[:200], *(p.grad for p in m.parameters())], [wanted, plain.grad, *gradients])
+    close([out[:200], dgrad_out[:200], *(p.grad for p in m.parameters())], [expected, plain.grad, *gradients])
     assert bool((out[200:] == 7).all()) and bool((dgrad_out[200:] == 7).all())
 
 

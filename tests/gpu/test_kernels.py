@@ -53,8 +53,8 @@ def test_planes_on_cuda_have_the_bits_of_the_cpu(name, shard, dtype, awkward) ->
             )
             for part, value in cpu.parts.items():
                 assert torch.equal(bits(cuda.parts[part]), bits(value)), (part, tuple(x.shape), x.stride())
-            for wanted in (torch.float32, torch.bfloat16):
-                assert torch.equal(bits(cuda.values(wanted)), bits(cpu.values(wanted)))
+            for out_dtype in (torch.float32, torch.bfloat16):
+                assert torch.equal(bits(cuda.values(out_dtype)), bits(cpu.values(out_dtype)))
 
 
 @pytest.mark.parametrize("bias", [False, True])

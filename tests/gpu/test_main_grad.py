@@ -47,10 +47,10 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each product that cuBLASLt was asked for adds."""
     from duotone.kernels import cublas
 
-    asked: list[bool] = []
+    flags: list[bool] = []
     plain = cublas.multiply
-    monkeypatch.setattr(cublas, "multiply", lambda *given: (asked.append(given[-1]), plain(*given))[1])
-    return asked
+    monkeypatch.setattr(cublas, "multiply", lambda *arguments: (flags.append(arguments[-1]), plain(*arguments))[1])
+    return flags
 
 
 def planes(pair: tuple[str, str], m: int, n: int, k: int) -> list[Plane]:
@@ -126,7 +126,7 @@ def test_shapes_that_come_and_go_leave_no_descriptors(monkeypatch) -> None:
 
     lost, plain = [], cublas._call
     monkeypatch.setattr(
-        cublas, "_call", lambda name, *given, **more: (lost.append(name), plain(name, *given, **more))[1]
+        cublas, "_call", lambda name, *arguments, **more: (lost.append(name), plain(name, *arguments, **more))[1]
     )
     cublas._product.cache_clear()
     main, rule = torch.zeros(64, 32, device="cuda"), gemms.RULES[1]
@@ -151,10 +151,10 @@ def test_a_linear_adds_in_fp32_what_autograd_would_have_been_given(name) -> None
     x, dy = torch.randn(96, K, device="cuda").bfloat16(), torch.randn(96, N, device="cuda").bfloat16()
     for one in (m, plain):
         one(x).backward(dy)
-    got, want = m.weight.main_grad - 1, plain.weight.grad.float()
-    assert m.weight.grad is None and not torch.equal(got.bfloat16().float(), got)
+    result, want = m.weight.main_grad - 1, plain.weight.grad.float()
+    assert m.weight.grad is None and not torch.equal(result.bfloat16().float(), result)
     # half an ulp of bf16, and the sum with 1 in fp32
-    assert ((got - want).abs() <= want.abs() * 2.0**-8 + 2e-5).all()
+    assert ((result - want).abs() <= want.abs() * 2.0**-8 + 2e-5).all()
 
 
 def test_no_gradient_is_made_on_the_way() -> None:
@@ -224,14 +224,14 @@ def test_counts_on_the_device_are_not_waited_for_and_add_what_host_counts_do(nam
     places(m, MAKES[where], 2.0)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        got = [step(m, counts, sum(splits)) for _ in range(2)]
+        results = [step(m, counts, sum(splits)) for _ in range(2)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for ours, theirs in itertools.chain(*(zip(*pair, strict=True) for pair in zip(got, want, strict=True))):
-        assert (ours - theirs).norm() <= 1e-2 * theirs.norm()
-    for ours, theirs, n in zip(m.weights, apart.weights, splits, strict=True):
-        assert ours.grad is None and theirs.grad is None
-        a, b = ours.main_grad.float() - 2, theirs.main_grad - 2
+    for result, expected in itertools.chain(*(zip(*pair, strict=True) for pair in zip(results, want, strict=True))):
+        assert (result - expected).norm() <= 1e-2 * expected.norm()
+    for result, expected, n in zip(m.weights, apart.weights, splits, strict=True):
+        assert result.grad is None and expected.grad is None
+        a, b = result.main_grad.float() - 2, expected.main_grad - 2
         assert n or not (a.any() or b.any())
         # both sum in fp32, in other orders; bf16 keeps 8 bits of 2 plus the gradient, twice
         bound = 2.0**-7 * (b.abs() + 2) if where == "bf16" else 1e-3 * b.norm() / b.numel() ** 0.5 + 1e-2 * b.abs()
@@ -266,11 +266,11 @@ def test_first_microbatches_flags_and_frozen_experts_of_counts_on_the_device() -
 
 
 def test_small_experts_of_host_counts_add_in_one_product_too(monkeypatch) -> None:
-    taken, plain = [], ScaledProduct.contract_segments_into
+    calls, plain = [], ScaledProduct.contract_segments_into
     monkeypatch.setattr(
-        ScaledProduct, "contract_segments_into", lambda self, *given: (taken.append(1), plain(self, *given))[1]
+        ScaledProduct, "contract_segments_into", lambda self, *arguments: (calls.append(1), plain(self, *arguments))[1]
     )
     m = group(RECIPES["fp8-current"])
     places(m, MAKES["fp32"], 0.0)
     step(m, [40, 0, 24], 64)
-    assert taken and all(weight.main_grad.isfinite().all() for weight in m.weights)
+    assert calls and all(weight.main_grad.isfinite().all() for weight in m.weights)

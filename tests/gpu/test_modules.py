@@ -33,11 +33,11 @@ def test_mlp_under_identity_is_torch(norm_name="RMSNorm") -> None:
         y = F.linear(F.silu(gate) * up, mlp.fc2.weight, mlp.fc2.bias)
         norms = list(plain.parameters())
         linears = [*mlp.fc1.parameters(), *mlp.fc2.parameters()]
-        own = [p for p in (mlp.layer_norm_weight, mlp.layer_norm_bias) if p is not None]
-        ours = mlp(x)
-        same([ours], [y])
+        norm_parameters = [p for p in (mlp.layer_norm_weight, mlp.layer_norm_bias) if p is not None]
+        output = mlp(x)
+        same([output], [y])
         same(
-            list(torch.autograd.grad(ours, [x, *own, *linears], dy)),
+            list(torch.autograd.grad(output, [x, *norm_parameters, *linears], dy)),
             list(torch.autograd.grad(y, [x, *norms, *linears], dy)),
         )
 
@@ -115,7 +115,7 @@ def test_moe_of_small_experts_does_not_wait_for_its_row_counts(name, monkeypatch
         return [y, *torch.autograd.grad(y, [*module.parameters()], dy)]
 
     monkeypatch.setattr("duotone.linear.grouped.SMALL", 0)
-    wanted = [train(twin) for _ in range(2)]
+    expected = [train(twin) for _ in range(2)]
     monkeypatch.undo()
     train(moe)  # compiles
     torch.cuda.set_sync_debug_mode("error")
@@ -123,5 +123,5 @@ def test_moe_of_small_experts_does_not_wait_for_its_row_counts(name, monkeypatch
         result = train(moe)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for a, b in zip(result, wanted[1], strict=True):
+    for a, b in zip(result, expected[1], strict=True):
         assert a.isfinite().all() and (a - b).norm() <= 2e-2 * b.norm() + 1e-6  # two sums in an order of their own

@@ -32,9 +32,9 @@ def products(module: nn.Module, x: Tensor, dy: Tensor, *splits: list[int]) -> di
     return {"y": y.detach().float(), "dx": x.grad.float(), **weights}
 
 
-def hidden(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
+def hidden(result: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
     """The results that are finite where they should not be."""
-    return [name for name in want if (got[name].isfinite() & ~want[name].isfinite()).any()]
+    return [name for name in want if (result[name].isfinite() & ~want[name].isfinite()).any()]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -66,11 +66,11 @@ def test_one_expert_keeps_what_is_not_finite_and_no_other_one_meets_it(name, on_
         x[150, 7] = math.inf
         want = products(experts, x, dy, splits)
     with duotone.autocast(recipe=recipes.load(name)):
-        got = products(experts, x, dy, splits)
-    assert not hidden(got, want)
+        result = products(experts, x, dy, splits)
+    assert not hidden(result, want)
     for name, rows in (("y", slice(0, 128)), ("y", slice(224, None)), ("dx", slice(0, 128)), ("dx", slice(224, None))):
-        assert got[name][rows].isfinite().all(), name
-    assert all(got[f"weight{i}"].isfinite().all() for i in (0, 2))
+        assert result[name][rows].isfinite().all(), name
+    assert all(result[f"weight{i}"].isfinite().all() for i in (0, 2))
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "bf16"])

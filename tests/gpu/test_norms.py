@@ -34,7 +34,7 @@ FORMATS = [
 ]
 
 
-def given(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+def inputs_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
     """x with a mean, gamma around 1, and beta for LayerNorm."""
     generator = torch.Generator("cuda").manual_seed(sum(shape))
     x, gamma, beta = (torch.randn(size, device="cuda", generator=generator) for size in (shape, shape[-1:], shape[-1:]))
@@ -58,7 +58,7 @@ def same(a: Tensor, b: Tensor) -> None:
 def kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """ATen's norms are out of reach."""
 
-    def refuse(*given: Any) -> Any:
+    def refuse(*arguments: Any) -> Any:
         raise AssertionError("ATen")
 
     for cls in (NORMS[kind].__class__ for kind in KINDS):
@@ -79,10 +79,10 @@ def by_kernels(kind: str, x: Tensor, gamma: Tensor | None, beta: Tensor | None) 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("kernels_only")
 def test_norms_are_those_of_float64(kind, shape, dtype) -> None:
-    x, gamma, beta = given(kind, shape, dtype)
+    x, gamma, beta = inputs_of(kind, shape, dtype)
     dy = torch.randn(shape, device="cuda").to(dtype)
     y, *saved = by_kernels(kind, x, gamma, beta)
-    got = NORMS[kind].backward_of_produced(dy, x, gamma, beta, saved, (True, True, beta is not None))
+    output = NORMS[kind].backward_of_produced(dy, x, gamma, beta, saved, (True, True, beta is not None))
     leaves = [t.double().requires_grad_() for t in (x, gamma, *([] if beta is None else [beta]))]
     want = exact(kind, leaves[0], leaves[1], None if beta is None else leaves[2])
     gradients = torch.autograd.grad(want, leaves, dy.double())
@@ -92,8 +92,8 @@ def test_norms_are_those_of_float64(kind, shape, dtype) -> None:
     assert all(one.dtype is torch.float32 and one.shape == (*shape[:-1], 1) for one in saved)
     torch.testing.assert_close(y.double(), want.detach(), rtol=step, atol=step + 1e-5)
     slopes = gradients[0].abs().amax().item()  # large for a row of one element, whose variance is 0
-    torch.testing.assert_close(got[0].double(), gradients[0], rtol=2 * step, atol=step + 1e-4 * (1 + slopes))
-    for result, right in zip(got[1:], gradients[1:], strict=False):
+    torch.testing.assert_close(output[0].double(), gradients[0], rtol=2 * step, atol=step + 1e-4 * (1 + slopes))
+    for result, right in zip(output[1:], gradients[1:], strict=False):
         assert result.dtype is dtype and result.shape == right.shape
         torch.testing.assert_close(result.double(), right, rtol=step, atol=1e-5 * rows**0.5 * 8 + step)
 
@@ -116,7 +116,7 @@ def test_without_parameters_and_from_strided_tensors(kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("kernels_only")
 def test_only_the_gradients_that_are_asked_for_are_made(kind) -> None:
-    x, gamma, beta = given(kind, (300, 64), torch.bfloat16)
+    x, gamma, beta = inputs_of(kind, (300, 64), torch.bfloat16)
     _, *saved = by_kernels(kind, x, gamma, beta)
     everything = NORMS[kind].backward_of_produced(x, x, gamma, beta, saved, (True, True, True))
     for needs in ((True, False, True), (False, True, False), (True, False, False), (False, True, True)):
@@ -132,7 +132,7 @@ def test_only_the_gradients_that_are_asked_for_are_made(kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("kernels_only")
 def test_rows_with_nan_and_infinities_harm_no_other_row(kind, dtype) -> None:
-    x, gamma, beta = given(kind, (64, 256), dtype)
+    x, gamma, beta = inputs_of(kind, (64, 256), dtype)
     clean, *_ = by_kernels(kind, x, gamma, beta)
     x[3, 5], x[4, 7], x[5, 0], x[6] = torch.nan, torch.inf, -torch.inf, 0.0
     y, *saved = by_kernels(kind, x, gamma, beta)
@@ -143,7 +143,7 @@ def test_rows_with_nan_and_infinities_harm_no_other_row(kind, dtype) -> None:
 
 
 def test_wider_rows_and_other_dtypes_of_parameters_are_for_aten() -> None:
-    wide, (x, gamma, beta) = (given("LayerNorm", shape, torch.half) for shape in ((3, WIDEST + 16), (8, 64)))
+    wide, (x, gamma, beta) = (inputs_of("LayerNorm", shape, torch.half) for shape in ((3, WIDEST + 16), (8, 64)))
     for args in (wide, (x.float(), gamma, beta)):
         assert NORMS["LayerNorm"].produced(*args, EPS) is None
     _, *saved = NORMS["LayerNorm"].forward(*wide, EPS)
@@ -154,7 +154,7 @@ def test_wider_rows_and_other_dtypes_of_parameters_are_for_aten() -> None:
         same(a, b)
 
 
-class Given(Slot):
+class RecordingSlot(Slot):
     """A scale, and where the cast records the amax."""
 
     def __init__(self) -> None:
@@ -166,27 +166,27 @@ class Given(Slot):
 
 
 BOTH = Usage(True, True)
-GIVEN = [
+CASES = [
     *[(shape, torch.bfloat16, BOTH) for shape in ((128, 256), (130, 384), (1, 512), (33, 80), (70, 4096), (9, 8192))],
     *[((130, 384), dtype, BOTH) for dtype in DTYPES[1:]],
     *[((130, 384), torch.bfloat16, usage) for usage in (Usage(True, False), Usage(False, True))],
 ]
 
 
-@pytest.mark.parametrize(("shape", "dtype", "usage"), GIVEN, ids=str)
+@pytest.mark.parametrize(("shape", "dtype", "usage"), CASES, ids=str)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cast_on_the_way_has_the_bits_of_a_cast_after(kind, fmt, shape, dtype, usage) -> None:
-    x, gamma, beta = given(kind, shape, dtype)
+    x, gamma, beta = inputs_of(kind, shape, dtype)
     x[0, :3] = torch.tensor([0.0, 3e4, -1e-4])
     if shape[0] > 8:
         x[3, 5], x[4, 7], x[6] = torch.nan, torch.inf, 0.0
     outcome, quantizer = formats.get(fmt), Quantizer(formats.get(fmt), formats.get(fmt))
-    slots = [Given() if outcome.is_delayed else None for _ in range(2)]
+    slots = [RecordingSlot() if outcome.is_delayed else None for _ in range(2)]
     contexts = [LOCAL if slot is None else QuantizeContext(slots=(slot, slot)) for slot in slots]
     y, *saved = by_kernels(kind, x, gamma, beta)
-    wanted = (outcome if one else None for one in usage)
-    after = encode_once(*wanted, y, contexts[0])
+    outcomes = (outcome if one else None for one in usage)
+    after = encode_once(*outcomes, y, contexts[0])
     result = NORMS[kind].produced(x, gamma, beta, EPS)
     on_the_way = quantizer.encode_produced(result, usage, contexts[1])
     assert after is not None and on_the_way is not None
@@ -229,9 +229,9 @@ def test_a_step_with_and_without_the_fusion_is_the_same(kind, recipe, monkeypatc
 
     on_the_way = Quantizer.encode_produced
 
-    def made_first(quantizer: Quantizer, made: Any, *how: Any) -> Any:
-        taken = on_the_way(quantizer, made, *how)  # records the same amax
-        return None if taken is None else quantizer.encode(materialize(made), *how)
+    def made_first(quantizer: Quantizer, produced: Any, *how: Any) -> Any:
+        planes = on_the_way(quantizer, produced, *how)  # records the same amax
+        return None if planes is None else quantizer.encode(materialize(produced), *how)
 
     x = torch.randn(160, 256, device="cuda").bfloat16()
     for normalization in KINDS:

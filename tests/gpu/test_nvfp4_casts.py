@@ -38,12 +38,12 @@ def context(seed: int, device: str) -> QuantizeContext:
 def encoded(pair: tuple[str, str], x: Tensor, seed: int, usage: Usage = USAGES[0]) -> None:
     """Both planes on the GPU against those of the CPU."""
     quantizer = Quantizer(formats.get(pair[0]), formats.get(pair[1]))
-    here, there = (
+    cpu, cuda = (
         quantizer.encode(x, usage, context(seed, "cpu")),
         quantizer.encode(x.cuda(), usage, context(seed, "cuda")),
     )
-    same(here.rowwise, there.rowwise)
-    same(here.columnwise, there.columnwise)
+    same(cpu.rowwise, cuda.rowwise)
+    same(cpu.columnwise, cuda.columnwise)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
@@ -67,11 +67,11 @@ def test_what_is_not_finite_decodes_to_what_is_not_finite(pair) -> None:
         x[3, 5], x[20, 40] = value, -value
         seeds = (torch.tensor([7], device=device) for device in ("cpu", "cuda"))
         planes = [quantizer.encode(x.to(seed.device), ctx=QuantizeContext(seed=seed)) for seed in seeds]
-        for here, there in zip(*planes, strict=True):
-            values = [plane.dequantize(torch.float32).cpu() for plane in (here, there)]
+        for cpu, cuda in zip(*planes, strict=True):
+            values = [plane.dequantize(torch.float32).cpu() for plane in (cpu, cuda)]
             finite = [torch.where(one.isfinite(), one, torch.nan) for one in values]
             assert torch.equal(bits(finite[0]), bits(finite[1]))
-            assert torch.equal(bits(here.parts["amax"]), bits(there.parts["amax"]))
+            assert torch.equal(bits(cpu.parts["amax"]), bits(cuda.parts["amax"]))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
@@ -106,9 +106,9 @@ def test_inputs_that_are_not_contiguous_or_misaligned() -> None:
     views = [(x.t(), x.cuda().t()), (x[::2, ::3], x.cuda()[::2, ::3]), (x, misaligned)]
     for (a, b), pair in itertools.product(views, MIXED):
         quantizer = Quantizer(formats.get(pair[0]), formats.get(pair[1]))
-        here, there = quantizer.encode(a, ctx=context(3, "cpu")), quantizer.encode(b, ctx=context(3, "cuda"))
-        same(here.rowwise, there.rowwise)
-        same(here.columnwise, there.columnwise)
+        cpu, cuda = quantizer.encode(a, ctx=context(3, "cpu")), quantizer.encode(b, ctx=context(3, "cuda"))
+        same(cpu.rowwise, cuda.rowwise)
+        same(cpu.columnwise, cuda.columnwise)
 
 
 def test_a_matrix_beyond_the_first_tiles_of_every_program() -> None:
@@ -123,9 +123,9 @@ def test_decoding_in_one_kernel_has_the_bits_of_the_stages(name) -> None:
     quantizer = Quantizer(fmt, fmt)
     for shape, scale in itertools.product(SHAPES, (1.0, 1e30)):
         finite = awkward_matrix(*shape, torch.float32).nan_to_num(0.0, 1.0, -1.0) * scale
-        here = quantizer.encode(finite, ctx=context(9, "cpu"))
-        there = quantizer.encode(finite.cuda(), ctx=context(9, "cuda"))
-        for a, b in ((here.rowwise, there.rowwise), (here.columnwise, there.columnwise)):
+        cpu = quantizer.encode(finite, ctx=context(9, "cpu"))
+        cuda = quantizer.encode(finite.cuda(), ctx=context(9, "cuda"))
+        for a, b in ((cpu.rowwise, cuda.rowwise), (cpu.columnwise, cuda.columnwise)):
             assert a is not None and b is not None
             turned = Plane(
                 fmt, {n: part.t().contiguous().t() if part.dim() == 2 else part for n, part in b.parts.items()}, b.shape

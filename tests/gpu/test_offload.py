@@ -49,9 +49,9 @@ def test_steps_have_the_bits_of_those_without_it(name, how) -> None:
         calls = [torch.compile(one) for one in (m, other)]
     elif how == "checkpoint":
         calls = [lambda x, one=one: checkpoint(one, x, use_reentrant=False) for one in (m, other)]
-    ours = steps(m, lambda: duotone.offload_activations(m, smallest=0), calls[0])
-    theirs = steps(other, contextlib.nullcontext, calls[1])
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    offloaded = steps(m, lambda: duotone.offload_activations(m, smallest=0), calls[0])
+    expected = steps(other, contextlib.nullcontext, calls[1])
+    assert all(torch.equal(a, b) for a, b in zip(offloaded, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", ["bf16", "mxfp8"])
