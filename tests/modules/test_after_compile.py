@@ -84,9 +84,9 @@ def test_a_model_that_changes_after_it_was_compiled_has_the_bits_of_eager(change
 
 def test_a_reverted_model_that_is_still_held_is_not_asked_for_a_graph() -> None:
     """A cycle, or a variable, may keep what planned it."""
-    held, compiled = (duotone.convert(model(), recipes.load("fp8-current")) for _ in range(2))
-    planners = [block.up.plans for block in held]
-    duotone.revert(held)
+    reverted, compiled = (duotone.convert(model(), recipes.load("fp8-current")) for _ in range(2))
+    planners = [block.up.plans for block in reverted]
+    duotone.revert(reverted)
     eager = copy.deepcopy(compiled)
     compiled[0].compile(backend="eager", fullgraph=True)
     assert all(torch.equal(*both) for both in zip(step(compiled), step(eager), strict=True))
@@ -108,10 +108,10 @@ def test_a_model_may_be_compiled_first_and_converted_second(how: str) -> None:
 
 
 def test_a_factory_with_side_effects_is_asked_once_for_each_slot_and_never_by_a_graph() -> None:
-    asked: list[object] = []
+    roles: list[object] = []
 
     def factory(role: QuantizerRole | None) -> Quantizer:
-        asked.append(role)
+        roles.append(role)
         return recipes.load("fp8-current")(role)
 
     m = duotone.convert(model(), recipes.load("bf16"))
@@ -121,8 +121,8 @@ def test_a_factory_with_side_effects_is_asked_once_for_each_slot_and_never_by_a_
         block.compile(backend=counter, fullgraph=True)
     recipe = CustomRecipe(qfactory=factory)
     with duotone.autocast(recipe=recipe):
-        first, count = step(m), len(asked)
-        assert torch.equal(step(m)[0], first[0]) and len(asked) == count > 0
+        first, count = step(m), len(roles)
+        assert torch.equal(step(m)[0], first[0]) and len(roles) == count > 0
         assert all(torch.equal(*both) for both in zip(first, step(eager), strict=True))
     assert counter.frame_count == 1
 

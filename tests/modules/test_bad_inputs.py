@@ -36,18 +36,18 @@ def refused(call) -> None:
 
 @bad_inputs
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-def test_modules(make, recipe) -> None:
+def test_modules_refuse_bad_inputs_in_one_line(make, recipe) -> None:
     x = make()
-    own = duotone.Linear(32, 32, recipe=recipe)
+    linear = duotone.Linear(32, 32, recipe=recipe)
     converted = duotone.convert(nn.Sequential(nn.Linear(32, 32)), recipe)
     normed = duotone.LayerNormLinear(32, 32, recipe=recipe)
-    for module in (own, converted, normed):
+    for module in (linear, converted, normed):
         refused(lambda module=module: module(x))
-    refused(lambda: own(torch.tensor(1.0)))
+    refused(lambda: linear(torch.tensor(1.0)))
 
 
 @bad_inputs
-def test_quantizers(make) -> None:
+def test_quantizers_refuse_bad_inputs_in_one_line(make) -> None:
     x = make()
     value = Quantizer(formats.get("mxfp8_e4m3"), formats.get("mxfp8_e4m3"))
     tensor = value.quantize(torch.ones(4, 32))
@@ -58,7 +58,7 @@ def test_quantizers(make) -> None:
 
 
 @pytest.mark.parametrize("layout", ["nested", "coo", "csr"])
-def test_copies(layout) -> None:
+def test_a_refused_copy_changes_no_value(layout) -> None:
     tensor = MXFP8Quantizer().quantize(torch.ones(4, 32))
     x = INPUTS[layout]()
     refused(lambda: tensor.copy_(x))

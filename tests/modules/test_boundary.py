@@ -40,8 +40,8 @@ def test_the_role_of_a_consumer_decides_the_format_of_the_boundary(module) -> No
     assert isinstance(y, QuantizedTensor) and y.planes.rowwise.format == E5M2
     assert torch.equal(y.dequantize(), Quantizer(E5M2, E5M2).quantize(plain.detach()).dequantize())
     y.sum().backward()
-    got = x.grad.dequantize() if isinstance(x.grad, QuantizedTensor) else x.grad
-    assert torch.equal(got, Quantizer(E5M2, E5M2).quantize(gradient).dequantize())
+    result = x.grad.dequantize() if isinstance(x.grad, QuantizedTensor) else x.grad
+    assert torch.equal(result, Quantizer(E5M2, E5M2).quantize(gradient).dequantize())
     module.output_quantizer_role = QuantizerRole("linear", "input", "other")
     assert module(x, fp8_output=True).planes.rowwise.format.name == "mxfp8_e4m3"
 
@@ -73,8 +73,8 @@ def test_a_quantized_output_is_the_next_modules_input_as_it_is(module) -> None:
     plain = following(module(x))
     plain.sum().backward()
     assert torch.equal(quantized, plain)
-    for got, want in zip(gradients, (x.grad, following.weight.grad, module.weight.grad), strict=True):
-        assert torch.equal(got, want)
+    for result, want in zip(gradients, (x.grad, following.weight.grad, module.weight.grad), strict=True):
+        assert torch.equal(result, want)
 
 
 POSITIONS = {
@@ -106,8 +106,8 @@ def test_boundary_slots_without_a_role_go_by_their_position(name, kind) -> None:
         return  # the second forward has other scales
     assert torch.equal(y.dequantize(), y.quantizer.quantize(plain.detach()).dequantize())
     seed = start["duotone_seed"] + BOUNDARY
-    wanted = quantized.quantizer.quantize(x.grad, ctx=QuantizeContext(seed=seed))
-    assert torch.equal(quantized.dequantize(), wanted.dequantize())
+    expected = quantized.quantizer.quantize(x.grad, ctx=QuantizeContext(seed=seed))
+    assert torch.equal(quantized.dequantize(), expected.dequantize())
 
 
 @pytest.mark.filterwarnings("ignore:.*consumer that is not known")
@@ -219,8 +219,8 @@ def test_boundaries_in_a_checkpoint_of_a_graph_keep_the_seeds_of_their_forwards(
         return [*[leaf.grad for leaf in leaves], *[p.grad for p in m.parameters()], m.duotone_seed]
 
     torch._dynamo.reset()
-    got = step(compiled, partial(torch.compile, backend="aot_eager", fullgraph=True))
-    assert all(map(torch.equal, got, step(eager, lambda body: body)))
+    result = step(compiled, partial(torch.compile, backend="aot_eager", fullgraph=True))
+    assert all(map(torch.equal, result, step(eager, lambda body: body)))
 
 
 def test_a_graph_reads_a_quantized_input_in_its_formats() -> None:

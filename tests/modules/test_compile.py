@@ -82,8 +82,8 @@ def test_a_converted_model_compiles_whole_and_equals_eager(name: str) -> None:
     run = torch.compile(compiled, fullgraph=True, backend=counter)
     for _ in range(3):
         x, dy = torch.randn(32, 64).bfloat16(), torch.randn(32, 32).bfloat16()
-        for got, want in zip(step(run, compiled, x, dy), step(eager, eager, x, dy), strict=True):
-            assert torch.equal(got, want)
+        for result, want in zip(step(run, compiled, x, dy), step(eager, eager, x, dy), strict=True):
+            assert torch.equal(result, want)
     assert counter.frame_count == 1
 
 
@@ -100,8 +100,8 @@ def test_batches_of_any_size_share_few_graphs(name: str, backend: str, sizes: tu
     run = torch.compile(compiled, fullgraph=True, dynamic=True, backend=counter)
     for rows in sizes:
         x, dy = torch.randn(rows, 64).bfloat16(), torch.randn(rows, 32).bfloat16()
-        for got, want in zip(step(run, compiled, x, dy), step(eager, eager, x, dy), strict=True):
-            assert torch.equal(got, want)
+        for result, want in zip(step(run, compiled, x, dy), step(eager, eager, x, dy), strict=True):
+            assert torch.equal(result, want)
     assert counter.frame_count <= min(3, len(sizes))
 
 
@@ -114,8 +114,8 @@ def test_what_a_compiled_backward_encodes_again_has_the_bits_of_forward(name: st
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
     for _ in range(2):
         x, dy = torch.randn(32, 64).bfloat16(), torch.randn(32, 32).bfloat16()
-        for got, want in zip(step(run, compiled, x, dy), step(eager, eager, x, dy), strict=True):
-            assert torch.equal(got, want)
+        for result, want in zip(step(run, compiled, x, dy), step(eager, eager, x, dy), strict=True):
+            assert torch.equal(result, want)
     planner = compiled[0].plans
     start = f"{planner.config}_{getattr(planner.answered, recipe.key)}_{recipe.key}_"
     plans = [value.stage.plan for name, value in vars(PLANS).items() if name.startswith(start)]
@@ -129,8 +129,8 @@ def test_a_model_in_fp32_gets_its_gradients(bias: bool) -> None:
     compiled = copy.deepcopy(eager)
     run = torch.compile(compiled, fullgraph=True, backend="eager")
     x, dy = torch.randn(4, 64), torch.randn(4, 32)
-    for got, want in zip(step(run, compiled, x, dy), step(eager, eager, x, dy), strict=True):
-        assert torch.equal(got, want)
+    for result, want in zip(step(run, compiled, x, dy), step(eager, eager, x, dy), strict=True):
+        assert torch.equal(result, want)
 
 
 def test_equal_recipes_that_are_different_objects_do_not_recompile() -> None:
@@ -199,8 +199,8 @@ def test_a_compiled_checkpoint_under_delayed_scaling_equals_eager() -> None:
 @torch._dynamo.config.patch(recompile_limit=2)  # Dynamo gives up after as many variants
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_many_layers_that_keep_weights_are_a_graph_for_each_flag() -> None:
-    own = {"params_dtype": torch.bfloat16, "recipe": recipes.load("fp8-delayed")}
-    layers = nn.ModuleList([duotone.Linear(32, 32, **own) for _ in range(3)])
+    options = {"params_dtype": torch.bfloat16, "recipe": recipes.load("fp8-delayed")}
+    layers = nn.ModuleList([duotone.Linear(32, 32, **options) for _ in range(3)])
 
     def model(x: Tensor, first: bool) -> Tensor:
         for layer in layers:
@@ -215,11 +215,11 @@ def test_many_layers_that_keep_weights_are_a_graph_for_each_flag() -> None:
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("given", [{"is_first_microbatch": True}, {}], ids=str)
-def test_what_keeps_tensors_between_calls_is_not_exported(given: dict) -> None:
-    m = duotone.Linear(32, 32, delay_wgrad_compute=not given, recipe=recipes.load("mxfp8"))
+@pytest.mark.parametrize("arguments", [{"is_first_microbatch": True}, {}], ids=str)
+def test_what_keeps_tensors_between_calls_is_not_exported(arguments: dict) -> None:
+    m = duotone.Linear(32, 32, delay_wgrad_compute=not arguments, recipe=recipes.load("mxfp8"))
     with pytest.raises(duotone.UserError, match="keep tensors between calls, and cannot be exported: leave them out"):
-        torch.export.export(m, (torch.randn(16, 32),), given, strict=bool(given))
+        torch.export.export(m, (torch.randn(16, 32),), arguments, strict=bool(arguments))
 
 
 @pytest.mark.parametrize(("strict", "splits"), [(False, "tensor"), (True, "tensor"), (True, "list")])
@@ -326,11 +326,11 @@ GRADIENT_ALONE = recipes.RuleRecipe(
 
 @pytest.mark.parametrize("kind", ["linear", "first microbatch", "grouped", "mlp"])
 def test_delayed_scales_of_forward_alone_roll_after_each_compiled_backward(kind: str) -> None:
-    given = {"recipe": GRADIENT_ALONE, "bias": False}
+    options = {"recipe": GRADIENT_ALONE, "bias": False}
     eager = {
-        "grouped": lambda: duotone.GroupedLinear(2, 64, 64, **given),
-        "mlp": lambda: duotone.LayerNormMLP(64, 64, **given),
-    }.get(kind, lambda: duotone.Linear(64, 64, **given))()
+        "grouped": lambda: duotone.GroupedLinear(2, 64, 64, **options),
+        "mlp": lambda: duotone.LayerNormMLP(64, 64, **options),
+    }.get(kind, lambda: duotone.Linear(64, 64, **options))()
     arguments = {"grouped": {"m_splits": [16, 16]}, "first microbatch": {"is_first_microbatch": True}}.get(kind, {})
     compiled = copy.deepcopy(eager)
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager")

@@ -40,10 +40,10 @@ def test_a_flag_has_the_bits_of_the_choice_of_the_host(name: str, kind: str) -> 
             x = torch.randn(64, 128).bfloat16()
             flag.fill_(number == 0)
             assert torch.equal(step(m, x, flag), step(twin, x, number == 0))
-        for mine, other in zip(m.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(mine.grad, other.grad)
-        for mine, other in zip(m.buffers(), twin.buffers(), strict=True):
-            assert torch.equal(mine, other)
+        for tensor, other in zip(m.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(tensor.grad, other.grad)
+        for tensor, other in zip(m.buffers(), twin.buffers(), strict=True):
+            assert torch.equal(tensor, other)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -122,8 +122,8 @@ def test_microbatches_in_flight_go_backward_with_their_weight_or_raise(name: str
 
     outputs = forwards(m, [flag, flag.clone().zero_()])
     for y, x, other in zip(outputs, leaves, forwards(twin, [True, False]), strict=True):
-        got, want = (torch.autograd.grad(one.square().sum(), x)[0] for one in (y, other))
-        assert torch.equal(got, want)
+        result, want = (torch.autograd.grad(one.square().sum(), x)[0] for one in (y, other))
+        assert torch.equal(result, want)
     (first, _) = forwards(m, [flag, flag])
     with torch.no_grad():
         m.get_parameter("weight" if kind == "linear" else "weight0").mul_(-2.0)
@@ -132,8 +132,8 @@ def test_microbatches_in_flight_go_backward_with_their_weight_or_raise(name: str
         first.sum().backward()
 
 
-def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    assert (got.float() - expected).norm() < 0.2 * expected.norm()
+def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (result.float() - expected).norm() < 0.2 * expected.norm()
 
 
 @pytest.mark.parametrize("kind", ["linear", "grouped"])

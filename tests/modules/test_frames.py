@@ -32,7 +32,7 @@ RECIPES = {"nvfp4": recipes.load("nvfp4"), "stochastic input": STOCHASTIC}
 DELAYED = DelayedScaling(amax_history_len=2)
 
 
-class Own(torch.autograd.Function):
+class PlainCheckpoint(torch.autograd.Function):
     """A checkpoint as other libraries write them."""
 
     @staticmethod
@@ -62,7 +62,7 @@ KINDS = {
     "reentrant": lambda body, x: checkpoint(body, x, use_reentrant=True),
     "non-reentrant": lambda body, x: checkpoint(body, x, use_reentrant=False),
     "selective": selective,
-    "another library's": Own.apply,
+    "another library's": PlainCheckpoint.apply,
 }
 
 
@@ -78,9 +78,9 @@ def model(recipe, dtype=torch.bfloat16) -> nn.Module:
     return duotone.convert(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)).to(dtype), recipe, ())
 
 
-def assert_close(got, expected) -> None:
+def assert_close(result, expected) -> None:
     """Frames accumulate gradients in another order, in fp32: a few roundings apart, where another seed is far off."""
-    for a, b in zip(got, expected, strict=True):
+    for a, b in zip(result, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
 
 
@@ -116,8 +116,8 @@ def twice_and_beside(m: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", RECIPES)
 def test_microbatches_in_flight_change_no_bit(name, kind, order) -> None:
     expected = without_frames(RECIPES[name], torch.bfloat16, once, order)
-    got = microbatches(model(RECIPES[name]), KINDS[kind], order)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    result = microbatches(model(RECIPES[name]), KINDS[kind], order)
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,9 +134,9 @@ def test_a_module_that_runs_twice_in_one_frame_and_in_two_draws_the_same(kind) -
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_nested_frames_draw_the_same(kind) -> None:
     expected = without_frames(STOCHASTIC, torch.float32, twice_and_beside, (1, 0, 2))
-    *got, first, second = microbatches(model(STOCHASTIC, torch.float32), NESTED[kind], (1, 0, 2))
+    *result, first, second = microbatches(model(STOCHASTIC, torch.float32), NESTED[kind], (1, 0, 2))
     assert torch.equal(first, expected[-2]) and torch.equal(second, expected[-1])
-    assert_close(got, expected[:-2])
+    assert_close(result, expected[:-2])
 
 
 @pytest.mark.parametrize("kind", ["non-reentrant", "selective", "another library's"])
@@ -167,8 +167,8 @@ def test_scales_that_moved_between_forwards_stay_with_them(kind) -> None:
     for i in (1, 0, 2):
         calls.clear()
         losses[i].backward()
-        own = forwards[i * len(forwards) // 3 : (i + 1) * len(forwards) // 3]
-        assert calls and all(any(torch.equal(again, y) for y in own) for again in calls)
+        outputs = forwards[i * len(forwards) // 3 : (i + 1) * len(forwards) // 3]
+        assert calls and all(any(torch.equal(again, y) for y in outputs) for again in calls)
 
 
 def test_scales_of_microbatches_in_flight_change_no_bit() -> None:
@@ -184,8 +184,8 @@ def test_scales_of_microbatches_in_flight_change_no_bit() -> None:
             loss.backward()
         return [x.grad, other.grad, *[p.grad for p in m.parameters()], *[b.clone() for b in m.buffers()]]
 
-    got, expected = steps(KINDS["non-reentrant"]), steps(lambda body, x: body(x))
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    result, expected = steps(KINDS["non-reentrant"]), steps(lambda body, x: body(x))
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,8 +200,8 @@ def test_regions_of_other_recipes_stay_with_their_forwards(kind) -> None:
             loss.backward()
         return [*[leaf.grad for leaf in leaves], *[p.grad for p in m.parameters()]]
 
-    got, expected = steps(KINDS[kind]), steps(lambda body, x: body(x))
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    result, expected = steps(KINDS[kind]), steps(lambda body, x: body(x))
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 def test_compiled_code_in_frames_changes_no_bit() -> None:
@@ -209,8 +209,8 @@ def test_compiled_code_in_frames_changes_no_bit() -> None:
     m = model(STOCHASTIC)[:1]
     expected = microbatches(copy.deepcopy(m), lambda m, x: m(x), (1, 0, 2))
     compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
-    got = microbatches(m, lambda _, x: KINDS["non-reentrant"](compiled, x), (1, 0, 2))
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    result = microbatches(m, lambda _, x: KINDS["non-reentrant"](compiled, x), (1, 0, 2))
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
     torch._dynamo.reset()
 
 
@@ -239,8 +239,8 @@ def test_checkpoints_inside_of_compiled_code_have_what_their_own_forwards_had(re
 
     run = torch.compile(body, backend="aot_eager", fullgraph=True)
     for order in ((1, 0, 2), (2, 1, 0)):
-        got, expected = step(run, compiled, order), step(body, eager, order)
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        result, expected = step(run, compiled, order), step(body, eager, order)
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
     torch._dynamo.reset()
 
 

@@ -60,14 +60,14 @@ def same_as_eager(
     m: nn.Module, steps: list[Step], graphs: int, backend: str = "aot_eager", after: Callable = lambda m: None
 ) -> None:
     eager = copy.deepcopy(m)
-    for mine, theirs in zip(m.parameters(), eager.parameters(), strict=True):
-        for name, value in vars(mine).items():
-            setattr(theirs, name, copy.deepcopy(value))
+    for parameter, twin in zip(m.parameters(), eager.parameters(), strict=True):
+        for name, value in vars(parameter).items():
+            setattr(twin, name, copy.deepcopy(value))
     counter = CompileCounterWithBackend(backend)
     for layer in m:
         layer.compile(backend=counter, fullgraph=True)
-    for got, want in zip(outcomes(m, steps, after), outcomes(eager, steps, after), strict=True):
-        assert (got is None and want is None) or torch.equal(got, want)
+    for result, want in zip(outcomes(m, steps, after), outcomes(eager, steps, after), strict=True):
+        assert (result is None and want is None) or torch.equal(result, want)
     if torch.__version__ >= "2.13":  # torch 2.11 guards on the values of marks on weights, too
         assert counter.frame_count == graphs
 

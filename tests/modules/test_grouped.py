@@ -25,7 +25,7 @@ RECIPES = {
     "dequantized": recipes.MXFP8BlockScaling(backward_override="dequantized"),
 }
 WEIGHT = QuantizerRole("grouped_linear", "weight")
-HELD = [n for n in RECIPES if RECIPES[n](WEIGHT) != Quantizer()]
+QUANTIZING = [n for n in RECIPES if RECIPES[n](WEIGHT) != Quantizer()]
 PACKABLE = ["mxfp8", "high-precision-fwd-mxfp8-bwd", "dequantized"]
 """Recipes whose weights have no scale across the rows of two experts."""
 
@@ -171,9 +171,9 @@ def test_no_tokens_at_all_give_empty_outputs_and_zero_gradients(recipe) -> None:
     """core 87, hybrid 106."""
     m = grouped(recipe=recipe)
     for shape in ((0, K), (2, 0, K)):
-        got = train(m, torch.zeros(shape).to(DTYPE), [0] * 4, torch.zeros(*shape[:-1], N).to(DTYPE))
-        assert got[0].shape == (*shape[:-1], N) and got[1].shape == shape
-        assert all(not g.any() and g.shape[-1] in (N, K) for g in got[2:])
+        result = train(m, torch.zeros(shape).to(DTYPE), [0] * 4, torch.zeros(*shape[:-1], N).to(DTYPE))
+        assert result[0].shape == (*shape[:-1], N) and result[1].shape == shape
+        assert all(not g.any() and g.shape[-1] in (N, K) for g in result[2:])
     with torch.no_grad():
         m(torch.randn(3, K).to(DTYPE), [0, 3, 0, 0])
 
@@ -242,8 +242,8 @@ def test_experts_of_other_shapes_or_devices_are_refused_by_name(kind, recipe) ->
     """Kernels over all experts see addresses alone, and the casts of the CPU would cut or pad a contraction."""
     x = torch.randn(40, K).to(DTYPE)
     m = grouped(**({} if recipe is None else {"recipe": recipe}))
-    own = getattr(m, f"{kind}2")
-    wrong = [own.new_ones((N, K + 32) if kind == "weight" else (1,)), own.detach().to("meta")]
+    parameter = getattr(m, f"{kind}2")
+    wrong = [parameter.new_ones((N, K + 32) if kind == "weight" else (1,)), parameter.detach().to("meta")]
     for other in wrong:
         setattr(m, f"{kind}2", nn.Parameter(other))
         text = (
@@ -251,7 +251,7 @@ def test_experts_of_other_shapes_or_devices_are_refused_by_name(kind, recipe) ->
         )
         with pytest.raises(UserError, match=text):
             m(x, [10] * 4)
-    setattr(m, f"{kind}2", own)
+    setattr(m, f"{kind}2", parameter)
     assert m(x, [10] * 4).isfinite().all()
 
 
@@ -323,11 +323,11 @@ def test_checkpoints_of_held_weights_load_both_ways_bit_for_bit(direction, name)
 
 
 @pytest.mark.parametrize("counts", [(4, 2), (2, 4)])
-@pytest.mark.parametrize(("there", "here"), list(itertools.product([True, False], repeat=2)))
-def test_a_checkpoint_of_another_number_of_experts_is_refused(there, here, counts) -> None:
+@pytest.mark.parametrize(("is_saved_packed", "is_packed"), list(itertools.product([True, False], repeat=2)))
+def test_a_checkpoint_of_another_number_of_experts_is_refused(is_saved_packed, is_packed, counts) -> None:
     source, m = (
-        grouped(counts[0], single_grouped_weight=there, bias=False),
-        grouped(counts[1], single_grouped_weight=here, bias=False),
+        grouped(counts[0], single_grouped_weight=is_saved_packed, bias=False),
+        grouped(counts[1], single_grouped_weight=is_packed, bias=False),
     )
     with pytest.raises((RuntimeError, UserError)):
         m.load_state_dict(source.state_dict())
@@ -345,7 +345,7 @@ def test_a_packed_weight_is_one_leaf_that_optimizers_write() -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("name", [n for n in HELD if n not in PACKABLE])
+@pytest.mark.parametrize("name", [n for n in QUANTIZING if n not in PACKABLE])
 def test_a_scale_over_two_experts_is_refused_where_weights_are_packed_and_held(name) -> None:
     if RECIPES[name].backward_override == "high_precision" or name in (
         "mxfp8-fwd-bf16-bwd",
@@ -360,7 +360,7 @@ def test_a_scale_over_two_experts_is_refused_where_weights_are_packed_and_held(n
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", QUANTIZING)
 def test_held_weights_have_the_bits_of_separate_held_linears(name, packed) -> None:
     """core 78, 87, and convert_parameters gives the same as construction."""
     recipe = RECIPES[name]
@@ -429,10 +429,10 @@ def test_roles_are_the_triple_of_every_expert_then_the_pair() -> None:
 
 def test_a_custom_recipe_is_asked_once_for_each_slot_of_each_expert() -> None:
     """hybrid 75, 80: in the order of the table, when the plan is built, and never again."""
-    asked = []
+    roles = []
 
     def factory(role):
-        asked.append(role)
+        roles.append(role)
         return MX(QuantizerRole("linear", "input") if role is None else role)
 
     m, x = grouped(), torch.randn(40, K).to(DTYPE)
@@ -440,7 +440,7 @@ def test_a_custom_recipe_is_asked_once_for_each_slot_of_each_expert() -> None:
     with duotone.autocast(recipe=CustomRecipe(qfactory=factory)):
         for _ in range(2):
             assert equal(train(m, x, [10] * 4, torch.ones(40, N).to(DTYPE)), expected)
-    assert asked == list(m.get_quantizer_roles().values()) and len(asked) == 20
+    assert roles == list(m.get_quantizer_roles().values()) and len(roles) == 20
 
 
 @pytest.mark.parametrize("kind", ["input", "weight", "grad_output"])

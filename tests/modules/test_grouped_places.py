@@ -58,11 +58,11 @@ def test_results_are_those_of_separate_linears_in_the_buffers_that_were_given(na
         assert not out.requires_grad and torch.equal(y, out)
         start, results = 0, []
         for one, rows in zip(linears, SPLITS, strict=True):
-            own = x[start : start + rows].clone().requires_grad_()
+            segment = x[start : start + rows].clone().requires_grad_()
             one.zero_grad()
-            part = one(own)
+            part = one(segment)
             part.backward(dy[start : start + rows])
-            results.append((part.detach(), own.grad, one.weight.grad, one.bias.grad))
+            results.append((part.detach(), segment.grad, one.weight.grad, one.bias.grad))
             start += rows
         y.backward(dy)
         assert leaf.grad.data_ptr() == dgrad_out.data_ptr()
@@ -79,17 +79,17 @@ def test_one_buffer_alone_and_leading_dimensions() -> None:
     x, dy = torch.randn(5, 9, K), torch.randn(5, 9, N)
     out, dgrad_out = buffers(m, (5, 9))
     plain = x.clone().requires_grad_()
-    wanted = m(plain, [9, 0, 35, 1])
-    wanted.backward(dy)
+    expected = m(plain, [9, 0, 35, 1])
+    expected.backward(dy)
     leaf = x.clone().requires_grad_()
     y = m(leaf, torch.tensor([9, 0, 35, 1]), dgrad_out=dgrad_out)
     y.backward(dy)
-    assert torch.equal(y, wanted) and torch.equal(dgrad_out, plain.grad) and torch.equal(leaf.grad, plain.grad)
+    assert torch.equal(y, expected) and torch.equal(dgrad_out, plain.grad) and torch.equal(leaf.grad, plain.grad)
     leaf = x.clone().requires_grad_()
     m(leaf, [9, 0, 30, 1], out=out).backward(dy)
     assert torch.equal(leaf.grad.view(-1, K)[40:], torch.zeros(5, K))
     with torch.no_grad():
-        assert torch.equal(m(x, [9, 0, 35, 1], out=out), wanted)
+        assert torch.equal(m(x, [9, 0, 35, 1], out=out), expected)
 
 
 def test_splits_without_a_row_leave_everything() -> None:
@@ -136,16 +136,16 @@ def test_buffers_that_do_not_fit_are_refused_before_anything_happens(make, messa
 
 
 @pytest.mark.parametrize(
-    ("splits", "given", "message"),
+    ("splits", "names", "message"),
     [
         ([9, 0, 30, 2], ("out",), f"m_splits sum to 41, and the input has {ROWS} rows"),
         ([9, 0, 29, 1], ("dgrad_out",), f"m_splits [9, 0, 29, 1] sum to 39, and the input has {ROWS} rows"),
         ([9, 31], ("out", "dgrad_out"), "m_splits needs 4 row counts"),
     ],
 )
-def test_splits_that_do_not_fit_leave_the_buffers_alone(splits, given, message) -> None:
+def test_splits_that_do_not_fit_leave_the_buffers_alone(splits, names, message) -> None:
     m = grouped(recipes.load("mxfp8"))
     places = dict(zip(("out", "dgrad_out"), buffers(m, (ROWS,)), strict=True))
     with pytest.raises(UserError, match=re.escape(message)):
-        m(torch.randn(ROWS, K, requires_grad=True), splits, **{name: places[name] for name in given})
+        m(torch.randn(ROWS, K, requires_grad=True), splits, **{name: places[name] for name in names})
     assert all(bool((place == TAIL).all()) for place in places.values())

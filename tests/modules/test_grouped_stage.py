@@ -34,10 +34,10 @@ def plan(name: str = "fp8-rowwise", **options) -> LinearPlan:
     return build_plan(setting)
 
 
-def linears(made: LinearPlan, count: int = 3) -> list[LinearStage]:
-    if made.is_delayed:
-        return [LinearStage(with_slots(made, ("f", "b"), "", AmaxMode.RECORD, i), GRADIENT) for i in range(count)]
-    return [LinearStage(made, GRADIENT) for _ in range(count)]
+def linears(resolved: LinearPlan, count: int = 3) -> list[LinearStage]:
+    if resolved.is_delayed:
+        return [LinearStage(with_slots(resolved, ("f", "b"), "", AmaxMode.RECORD, i), GRADIENT) for i in range(count)]
+    return [LinearStage(resolved, GRADIENT) for _ in range(count)]
 
 
 def from_caches(members: list[LinearStage], caches: list[WeightCache], kind: str) -> list[LinearStage]:
@@ -125,14 +125,14 @@ class Columns:
     """A grouped product whose gradients (3, 4, 5) are known; it fills places in the order of segments."""
 
     def __init__(self) -> None:
-        self.made, self.launches = torch.randn(3, 4, 5), []
+        self.gradients, self.launches = torch.randn(3, 4, 5), []
 
     def of_columns(self, a, b, scales, ends, dtype: torch.dtype) -> torch.Tensor:
-        return self.made.to(dtype)
+        return self.gradients.to(dtype)
 
     def of_columns_into(self, a, b, scales, ends, first: torch.Tensor, outs: list, adds: bool) -> None:
         self.launches.append(adds)
-        for out, one in zip(outs, self.made, strict=True):
+        for out, one in zip(outs, self.gradients, strict=True):
             _ = out.add_(one) if adds else out.copy_(one)
 
 
@@ -151,10 +151,10 @@ def weights(mains: list, **flags) -> list:
 def fill(monkeypatch):
     """Fills the main_grad of weights; the launches of the product that did."""
 
-    def filled(made: list, columns: Columns) -> list[bool]:
+    def filled(parameters: list, columns: Columns) -> list[bool]:
         monkeypatch.setattr(segment_products, "table", list)
         monkeypatch.setattr(segment_products, "grouped_product", lambda *kind: columns)
-        sinks = [ToMainGrad(lambda weight=weight: weight) for weight in made]
+        sinks = [ToMainGrad(lambda weight=weight: weight) for weight in parameters]
         group = GroupedStage.of(
             [replace(one, sink=sink) for one, sink in zip(linears(plan()), sinks, strict=True)], SHAPE
         )
@@ -162,7 +162,7 @@ def fill(monkeypatch):
         row = group.plan.wgrad.a
         operands = JoinedOperand(row, codes[:4], codes), JoinedOperand(row, codes[4:], codes)
         where = Segments(torch.zeros(6), 3, 16, 16, grouped=True)
-        result = group.weight_gradients(*operands, where, like, [weight is not None for weight in made])
+        result = group.weight_gradients(*operands, where, like, [weight is not None for weight in parameters])
         assert result == [None] * 3
         return columns.launches
 
@@ -176,8 +176,8 @@ def test_gradients_of_a_group_go_to_their_places_in_one_product(fill) -> None:
         result = weights(mains, overwrite_main_grad=overwrites)
         versions = [main._version for main in mains]
         fill(result, columns)
-        want = columns.made + 3
-        want[0] = columns.made[0] if overwrites else want[0]
+        want = columns.gradients + 3
+        want[0] = columns.gradients[0] if overwrites else want[0]
         assert all(torch.equal(a, b) for a, b in zip(mains, want, strict=True))
         assert all(main._version > before for main, before in zip(mains, versions, strict=True))
     assert columns.launches == [True, True]
@@ -192,12 +192,12 @@ def test_places_that_the_product_cannot_take_are_filled_after_it(fill) -> None:
     assert fill(weights([half, None, whole]), columns) == [True, True]
     late = torch.full((4, 10), 1.0)[:, ::2]
     assert fill(weights([None, torch.zeros(4, 5), late]), columns) == [True] * 3
-    assert torch.equal(late, columns.made[2] + 1)
-    assert torch.equal(wide, torch.cat([columns.made[0] + 3, torch.full((4, 5), 3.0)], 1))
-    assert torch.equal(whole, columns.made[1] + 3 + columns.made[2])
-    assert torch.equal(half, (columns.made[0] + 3).bfloat16())
+    assert torch.equal(late, columns.gradients[2] + 1)
+    assert torch.equal(wide, torch.cat([columns.gradients[0] + 3, torch.full((4, 5), 3.0)], 1))
+    assert torch.equal(whole, columns.gradients[1] + 3 + columns.gradients[2])
+    assert torch.equal(half, (columns.gradients[0] + 3).bfloat16())
     assert fill(weights([wide[:, 5:], torch.zeros(4, 5, dtype=torch.float64), None]), columns) == [True] * 3
-    assert torch.equal(wide[:, 5:], columns.made[0] + 3)
+    assert torch.equal(wide[:, 5:], columns.gradients[0] + 3)
 
 
 def test_experts_that_share_a_buffer_are_added_up(fill) -> None:
@@ -207,9 +207,9 @@ def test_experts_that_share_a_buffer_are_added_up(fill) -> None:
     tied = [tied[0]] * 3
     tied[0].duotone_overwrite = True
     fill(tied, columns)
-    assert torch.allclose(main, columns.made.sum(0), atol=1e-6)
+    assert torch.allclose(main, columns.gradients.sum(0), atol=1e-6)
     fill(weights([main] * 3), columns)
-    assert torch.allclose(main, 2 * columns.made.sum(0), atol=1e-6)
+    assert torch.allclose(main, 2 * columns.gradients.sum(0), atol=1e-6)
 
 
 def test_biases_of_some_experts_are_zeros_for_the_others() -> None:
@@ -263,7 +263,7 @@ def test_modules_on_a_cpu_have_the_loop() -> None:
     assert [one.is_joint for one in m.plans.stages.values()] == [False]
 
 
-@pytest.mark.parametrize("given", [torch.zeros(2), torch.zeros(3, dtype=torch.int64), torch.zeros(1, 2).int()])
-def test_bad_counts_on_the_device_are_one_line(given) -> None:
+@pytest.mark.parametrize("counts", [torch.zeros(2), torch.zeros(3, dtype=torch.int64), torch.zeros(1, 2).int()])
+def test_bad_counts_on_the_device_are_one_line(counts) -> None:
     with pytest.raises(Exception, match=r"^m_splits is 2 row counts, .* got \("):
-        device_splits(given, 2)
+        device_splits(counts, 2)

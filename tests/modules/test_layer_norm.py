@@ -173,9 +173,9 @@ def test_what_is_asked_for_is_returned_in_order(cls, normalised, return_bias) ->
         assert torch.equal(layer[-1], norm(x))
         leaf = x.clone().requires_grad_()
         module(leaf)[-1].float().square().sum().backward()
-        got, leaf.grad = [leaf.grad, module.layer_norm_weight.grad], None
+        result, leaf.grad = [leaf.grad, module.layer_norm_weight.grad], None
         norm(leaf).float().square().sum().backward()
-        assert equal(got, [leaf.grad, norm.weight.grad])
+        assert equal(result, [leaf.grad, norm.weight.grad])
 
 
 def roles(module) -> list[tuple]:
@@ -217,10 +217,10 @@ def test_roles_are_those_of_the_table() -> None:
 
 
 def test_the_factory_is_asked_once_per_slot() -> None:
-    asked: list = []
+    roles: list = []
 
     def factory(role):
-        asked.append(role)
+        roles.append(role)
         return MX(QuantizerRole("linear", "input") if role is None else role)
 
     module = LayerNormMLP(64, 64, name="M", params_dtype=DTYPE)
@@ -231,7 +231,7 @@ def test_the_factory_is_asked_once_per_slot() -> None:
             with torch.no_grad():
                 module(x)
     named = module.get_quantizer_roles().values()
-    assert sorted(str(role) for role in asked) == sorted(str(role) for role in named)
+    assert sorted(str(role) for role in roles) == sorted(str(role) for role in named)
 
 
 def test_unnamed_modules_round_with_seeds_of_their_own() -> None:
@@ -243,20 +243,20 @@ def test_unnamed_modules_round_with_seeds_of_their_own() -> None:
 
 def test_checkpoints_of_transformer_engine_load() -> None:
     """Its names: layer_norm_weight, fc1_weight and so on, with an empty extra state."""
-    ours = LayerNormLinear(64, 48)
-    assert set(ours.state_dict()) == {"layer_norm_weight", "layer_norm_bias", "weight", "bias"}
+    module = LayerNormLinear(64, 48)
+    assert set(module.state_dict()) == {"layer_norm_weight", "layer_norm_bias", "weight", "bias"}
     assert set(LayerNormLinear(64, 48, normalization="RMSNorm", bias=False).state_dict()) == {
         "layer_norm_weight",
         "weight",
     }
     mlp, other = randomise(LayerNormMLP(64, 48)), LayerNormMLP(64, 48)
-    theirs = {name.replace("fc1.", "fc1_").replace("fc2.", "fc2_"): value for name, value in mlp.state_dict().items()}
-    assert set(theirs) == {f"{part}_{kind}" for part in ("layer_norm", "fc1", "fc2") for kind in ("weight", "bias")}
-    options = dict(theirs)
+    renamed = {name.replace("fc1.", "fc1_").replace("fc2.", "fc2_"): value for name, value in mlp.state_dict().items()}
+    assert set(renamed) == {f"{part}_{kind}" for part in ("layer_norm", "fc1", "fc2") for kind in ("weight", "bias")}
+    options = dict(renamed)
     other.load_state_dict(options)
-    assert equal(list(other.parameters()), list(mlp.parameters())) and set(options) == set(theirs)
+    assert equal(list(other.parameters()), list(mlp.parameters())) and set(options) == set(renamed)
     nested = nn.ModuleDict({"block": LayerNormMLP(64, 48)})
-    nested.load_state_dict({f"block.{name}": value for name, value in theirs.items()})
+    nested.load_state_dict({f"block.{name}": value for name, value in renamed.items()})
     assert equal(list(nested.parameters()), list(mlp.parameters()))
 
 
@@ -278,9 +278,9 @@ def test_a_module_on_meta_takes_no_memory_and_becomes_real(cls) -> None:
     assert all(p.is_meta for p in module.parameters())
     module.reset_parameters()
     real = make(cls, zero_centered_gamma=True)
-    for (name, got), want in zip(module.named_parameters(), real.parameters(), strict=True):
-        assert got.device == want.device and got.dtype == want.dtype and got.shape == want.shape
-        assert torch.equal(got, want) if "layer_norm" in name else abs(got.std() / want.std() - 1) < 0.2
+    for (name, result), want in zip(module.named_parameters(), real.parameters(), strict=True):
+        assert result.device == want.device and result.dtype == want.dtype and result.shape == want.shape
+        assert torch.equal(result, want) if "layer_norm" in name else abs(result.std() / want.std() - 1) < 0.2
     assert equal([b for _, b in sorted_buffers(module)], [b for _, b in sorted_buffers(real)])
     real.load_state_dict(module.state_dict())
     duotone.load_rng_state(real, duotone.rng_state(module))
@@ -371,19 +371,19 @@ def test_held_weights_have_the_bits_of_plain_ones(cls, name) -> None:
     torch.manual_seed(4)
     with duotone.quantized_model_init(recipe=recipe):
         module = make(cls, recipe=recipe)
-    held = [p for p in module.parameters() if p.dim() == 2]
+    weights = [p for p in module.parameters() if p.dim() == 2]
     torch.manual_seed(4)
     other = make(cls, recipe=recipe)
     duotone.load_rng_state(other, duotone.rng_state(module))
     if recipe(QuantizerRole("linear", "weight")).rowwise.name != "identity":
-        assert all(isinstance(p, QuantizedTensor) for p in held)
+        assert all(isinstance(p, QuantizedTensor) for p in weights)
     assert not isinstance(module.layer_norm_weight, QuantizedTensor)
     x = torch.randn(32, 64).to(DTYPE)
-    got, want = outcome(module, module.parameters(), x), outcome(other, other.parameters(), x)
+    result, want = outcome(module, module.parameters(), x), outcome(other, other.parameters(), x)
     if "high" in name and "bwd" not in name:
-        assert torch.equal(got[0], want[0])  # backward dequantizes: the original is gone
+        assert torch.equal(result[0], want[0])  # backward dequantizes: the original is gone
     else:
-        assert equal(got, want)
+        assert equal(result, want)
 
 
 def test_wrong_arguments_are_one_line() -> None:
@@ -433,10 +433,10 @@ def test_frozen_parts_change_no_other_gradient(cls, name) -> None:
             assert torch.equal(y, everything[0])
             if y.requires_grad:
                 y.float().square().sum().backward()
-            for got, want, asked in zip(
+            for result, want, needed in zip(
                 [leaf.grad, *(p.grad for p in module.parameters())],
                 everything[1:],
                 [input_grad, *(n not in frozen for n in names)],
                 strict=True,
             ):
-                assert (got is not None) == asked and (got is None or torch.equal(got, want))
+                assert (result is not None) == needed and (result is None or torch.equal(result, want))

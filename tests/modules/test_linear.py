@@ -11,30 +11,30 @@ from duotone.errors import RecipeError, UserError
 
 def test_it_has_the_parameters_of_nn_linear_and_no_more_in_its_state_dict() -> None:
     torch.manual_seed(3)
-    ours = duotone.Linear(32, 16, params_dtype=torch.bfloat16, recipe=recipes.load("nvfp4"))
+    linear = duotone.Linear(32, 16, params_dtype=torch.bfloat16, recipe=recipes.load("nvfp4"))
     torch.manual_seed(3)
-    theirs = nn.Linear(32, 16, dtype=torch.bfloat16)
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
+    plain_linear = nn.Linear(32, 16, dtype=torch.bfloat16)
+    assert list(linear.state_dict()) == list(plain_linear.state_dict())
+    assert torch.equal(linear.weight, plain_linear.weight) and torch.equal(linear.bias, plain_linear.bias)
     assert duotone.Linear(32, 16, bias=False).bias is None
 
 
 def test_its_recipe_gives_the_bits_of_a_converted_nn_linear() -> None:
-    ours = duotone.Linear(32, 16, recipe=recipes.load("mxfp8"))
-    theirs = nn.Linear(32, 16)
-    theirs.load_state_dict(ours.state_dict())
-    duotone.convert(theirs, recipes.load("mxfp8"))
+    linear = duotone.Linear(32, 16, recipe=recipes.load("mxfp8"))
+    plain_linear = nn.Linear(32, 16)
+    plain_linear.load_state_dict(linear.state_dict())
+    duotone.convert(plain_linear, recipes.load("mxfp8"))
     x = torch.randn(8, 32)
-    assert torch.equal(ours(x), theirs(x))
+    assert torch.equal(linear(x), plain_linear(x))
 
 
 def test_without_a_recipe_only_autocast_quantizes() -> None:
-    ours = duotone.Linear(32, 16)
+    linear = duotone.Linear(32, 16)
     x = torch.randn(8, 32)
-    plain = nn.functional.linear(x, ours.weight, ours.bias)
-    assert torch.equal(ours(x), plain)
+    plain = nn.functional.linear(x, linear.weight, linear.bias)
+    assert torch.equal(linear(x), plain)
     with duotone.autocast(recipe=recipes.load("nvfp4")):
-        assert not torch.equal(ours(x), plain)
+        assert not torch.equal(linear(x), plain)
 
 
 def test_everything_after_the_sizes_is_keyword_only() -> None:
@@ -43,14 +43,14 @@ def test_everything_after_the_sizes_is_keyword_only() -> None:
 
 
 def test_a_plan_is_built_once_per_recipe_dtype_and_gradients() -> None:
-    ours = duotone.Linear(32, 16, recipe=recipes.load("mxfp8"))
+    linear = duotone.Linear(32, 16, recipe=recipes.load("mxfp8"))
     x = torch.randn(8, 32)
-    first = ours.plan_for(x)
-    assert ours.plan_for(x.clone()) is first
+    first = linear.plan_for(x)
+    assert linear.plan_for(x.clone()) is first
     with torch.no_grad():
-        without = ours.plan_for(x)
+        without = linear.plan_for(x)
     assert without is not first and not without.weight_grad
-    assert ours.plan_for(x) is first
+    assert linear.plan_for(x) is first
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-current", "fp8-block"])
@@ -62,9 +62,9 @@ def test_shapes_and_strides_give_the_bits_of_the_contiguous_matrix(name) -> None
     wide = torch.randn(24, 128).bfloat16()
     wide[:, ::2] = matrix
     for inputs in (matrix.t().contiguous().t(), wide[:, ::2], matrix.view(2, 12, 64), matrix.view(2, 3, 4, 64)):
-        got = module(inputs.detach().requires_grad_())
-        assert got.shape == (*inputs.shape[:-1], 32) and torch.equal(got.reshape(24, 32), expected)
-        got.sum().backward()
+        result = module(inputs.detach().requires_grad_())
+        assert result.shape == (*inputs.shape[:-1], 32) and torch.equal(result.reshape(24, 32), expected)
+        result.sum().backward()
     assert torch.equal(module(matrix[3]), module(matrix[3:4])[0])
     for empty in ((0, 64), (2, 0, 64), (0, 3, 64)):
         x = torch.zeros(empty, dtype=torch.bfloat16, requires_grad=True)
@@ -183,19 +183,19 @@ def test_a_bias_that_does_not_fit_is_one_clear_error(name, shape, device) -> Non
     assert module(torch.randn(16, 64)).isfinite().all()
 
 
-@pytest.mark.parametrize("given", [b"mxfp8", 3, recipes.MXFP8BlockScaling])
-def test_what_is_no_recipe_is_refused_at_construction(given) -> None:
+@pytest.mark.parametrize("recipe", [b"mxfp8", 3, recipes.MXFP8BlockScaling])
+def test_what_is_no_recipe_is_refused_at_construction(recipe) -> None:
     makers = (
-        lambda: duotone.Linear(32, 32, recipe=given),
-        lambda: duotone.LayerNormLinear(32, 32, recipe=given),
-        lambda: duotone.LayerNormMLP(32, 64, recipe=given),
-        lambda: duotone.GroupedLinear(2, 32, 32, recipe=given),
-        lambda: duotone.MultiheadAttention(32, 2, recipe=given),
-        lambda: duotone.DotProductAttention(2, 16, recipe=given),
-        lambda: duotone.plan(nn.Linear(32, 32), given),
+        lambda: duotone.Linear(32, 32, recipe=recipe),
+        lambda: duotone.LayerNormLinear(32, 32, recipe=recipe),
+        lambda: duotone.LayerNormMLP(32, 64, recipe=recipe),
+        lambda: duotone.GroupedLinear(2, 32, 32, recipe=recipe),
+        lambda: duotone.MultiheadAttention(32, 2, recipe=recipe),
+        lambda: duotone.DotProductAttention(2, 16, recipe=recipe),
+        lambda: duotone.plan(nn.Linear(32, 32), recipe),
     )
     for make in makers:
-        with pytest.raises(RecipeError, match=rf"takes a recipe or its name; got {type(given).__name__}: use one of"):
+        with pytest.raises(RecipeError, match=rf"takes a recipe or its name; got {type(recipe).__name__}: use one of"):
             make()
 
 

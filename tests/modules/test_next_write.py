@@ -17,7 +17,7 @@ CHANGES = {
 }
 
 
-def held(recipe) -> duotone.Linear:
+def quantized_linear(recipe) -> duotone.Linear:
     torch.manual_seed(1)
     with duotone.quantized_model_init(recipe=recipe):
         return duotone.Linear(128, 128, bias=False, name="a", recipe=recipe)
@@ -30,7 +30,7 @@ def parts(m) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", CHANGES)
 def test_scales_found_in_another_way_wait_for_the_next_write(name: str) -> None:
     before, after = CHANGES[name]
-    m, x = held(before), torch.randn(16, 128)
+    m, x = quantized_linear(before), torch.randn(16, 128)
     m(x).sum().backward()
     bytes_before, addresses = parts(m), [p.data_ptr() for plane in m.weight.planes for p in plane.parts.values()]
     with duotone.autocast(recipe=after):
@@ -42,14 +42,14 @@ def test_scales_found_in_another_way_wait_for_the_next_write(name: str) -> None:
     with duotone.autocast(recipe=after), torch.no_grad():
         m.weight.copy_(values)
     assert [p.data_ptr() for plane in m.weight.planes for p in plane.parts.values()] == addresses
-    wanted = m.weight.quantizer
-    assert [plane.format for plane in m.weight.planes] == [wanted.rowwise, wanted.columnwise]
+    quantizer = m.weight.quantizer
+    assert [plane.format for plane in m.weight.planes] == [quantizer.rowwise, quantizer.columnwise]
     if after is not DELAYED:
-        fresh = wanted.quantize(values)
+        fresh = quantizer.quantize(values)
         assert torch.equal(m.weight.dequantize(), fresh.dequantize())
     with duotone.autocast(recipe=after):
         again = m(x)
-    expected = held(after)
+    expected = quantized_linear(after)
     with torch.no_grad():
         expected(x)
         if after is not DELAYED:
@@ -59,7 +59,7 @@ def test_scales_found_in_another_way_wait_for_the_next_write(name: str) -> None:
 
 
 def test_what_is_stored_otherwise_still_asks_for_a_conversion() -> None:
-    m, x = held(CURRENT), torch.randn(16, 128)
+    m, x = quantized_linear(CURRENT), torch.randn(16, 128)
     for other in ("mxfp8", "fp8-rowwise", "fp8-block", "nvfp4"):
         with (
             duotone.autocast(recipe=recipes.load(other)),
@@ -71,7 +71,7 @@ def test_what_is_stored_otherwise_still_asks_for_a_conversion() -> None:
 
 
 def test_a_step_of_an_optimizer_is_that_next_write() -> None:
-    m, x = held(DELAYED), torch.randn(16, 128)
+    m, x = quantized_linear(DELAYED), torch.randn(16, 128)
     optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
     for recipe in (DELAYED, CURRENT, CURRENT, DELAYED, DELAYED):
         optimizer.zero_grad()

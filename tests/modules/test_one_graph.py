@@ -81,8 +81,8 @@ def same_steps(compiled: nn.Module, eager: nn.Module, steps: int = 2, rows: int 
     """Outputs, gradients, seeds and delayed states of some steps have equal bits."""
     for _ in range(steps):
         x, dy = torch.randn(2, rows, WIDTH).bfloat16()
-        for got, want in zip(step(compiled, x, dy), step(eager, x, dy), strict=True):
-            assert torch.equal(got, want)
+        for result, want in zip(step(compiled, x, dy), step(eager, x, dy), strict=True):
+            assert torch.equal(result, want)
 
 
 def slow(*values: object) -> ParameterSet:
@@ -290,11 +290,11 @@ MODULES = {
 }
 
 
-OWN = [("LayerNormLinear", "nvfp4"), ("LayerNormMLP", "fp8-delayed"), ("Linear", "fp8-delayed")]
+SAMPLES = [("LayerNormLinear", "nvfp4"), ("LayerNormMLP", "fp8-delayed"), ("Linear", "fp8-delayed")]
 OTHERS = [("LayerNormLinear", "fp8-delayed"), ("LayerNormMLP", "nvfp4"), ("Linear", "nvfp4")]
 
 
-@pytest.mark.parametrize(("kind", "name"), [*OWN, *(slow(*one) for one in OTHERS)])
+@pytest.mark.parametrize(("kind", "name"), [*SAMPLES, *(slow(*one) for one in OTHERS)])
 def test_own_modules_compile_once(kind: str, name: str) -> None:
     m = nn.Sequential(*[MODULES[kind](recipes.load(name)) for _ in range(10)])
     eager = copy.deepcopy(m)
@@ -337,8 +337,11 @@ def test_a_whole_step_compiles_a_forward_and_a_write_and_nothing_that_rolls() ->
             run(x)
         return [*(b.clone() for b in m.buffers()), *(p.detach().dequantize() for p in m.parameters())]
 
-    got, expected = train(compiled, lambda step: torch.compile(step, backend=counter)), train(eager, lambda step: step)
-    assert all(torch.equal(*both) for both in zip(got, expected, strict=True))
+    result, expected = (
+        train(compiled, lambda step: torch.compile(step, backend=counter)),
+        train(eager, lambda step: step),
+    )
+    assert all(torch.equal(*both) for both in zip(result, expected, strict=True))
     assert counter.frame_count == 2
 
 
@@ -357,9 +360,9 @@ def test_a_graph_that_writes_a_weight_serves_no_other_weight() -> None:
 
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(write, backend=counter, fullgraph=True)
-    for mine, theirs in zip(m.children(), eager.children(), strict=True):
-        compiled(mine.up.weight)
-        write(theirs.up.weight)
+    for block, twin in zip(m.children(), eager.children(), strict=True):
+        compiled(block.up.weight)
+        write(twin.up.weight)
     assert all(torch.equal(*both) for both in zip(m.buffers(), eager.buffers(), strict=True))
     assert counter.frame_count == 3
 

@@ -20,10 +20,10 @@ MX, NV = recipes.load("mxfp8"), recipes.load("nvfp4")
 DELAYED = recipes.load("fp8-delayed")
 SPLITS = [9, 0, 23]
 CLASSES: dict[str, Callable[..., nn.Module]] = {
-    "Linear": lambda **given: Linear(64, 96, **given),
-    "LayerNormLinear": lambda **given: LayerNormLinear(64, 96, **given),
-    "LayerNormMLP": lambda **given: LayerNormMLP(64, 96, activation="swiglu", **given),
-    "GroupedLinear": lambda **given: GroupedLinear(3, 64, 96, **given),
+    "Linear": lambda **flags: Linear(64, 96, **flags),
+    "LayerNormLinear": lambda **flags: LayerNormLinear(64, 96, **flags),
+    "LayerNormMLP": lambda **flags: LayerNormMLP(64, 96, activation="swiglu", **flags),
+    "GroupedLinear": lambda **flags: GroupedLinear(3, 64, 96, **flags),
 }
 every_class = pytest.mark.parametrize("kind", CLASSES)
 
@@ -104,8 +104,8 @@ def weight_encodes(calls: list[tuple], m: nn.Module) -> int:
 @every_class
 def test_weights_are_encoded_once_per_step(kind, option, encoded) -> None:
     """core 74, hybrid 59: counts, and the same outputs and gradients as without the cache."""
-    wanted = {"parameters_split": ("Linear", "LayerNormLinear"), "single_grouped_weight": ("GroupedLinear",)}
-    if any(kind not in wanted[name] for name in option):
+    kinds = {"parameters_split": ("Linear", "LayerNormLinear"), "single_grouped_weight": ("GroupedLinear",)}
+    if any(kind not in kinds[name] for name in option):
         pytest.skip("the module has no such option")
     m = make(kind, **option)
     count = 3 if kind == "GroupedLinear" else 2 if kind == "LayerNormMLP" else 1
@@ -129,18 +129,18 @@ def test_a_cache_is_right_after_evaluation_and_after_every_write_that_leaves_a_v
     m = make(kind, recipe=recipes.load(name))
     reference = twin(m, kind, recipe=recipes.load(name))
 
-    def compare(**given) -> None:
+    def compare(**flags) -> None:
         x = rows()
         for module in (m, reference):
             module.zero_grad()
         duotone.load_rng_state(reference, duotone.rng_state(m))
-        assert equal(backward(m, x, **given), backward(reference, x))
+        assert equal(backward(m, x, **flags), backward(reference, x))
         assert equal(grads(m.parameters()), grads(reference.parameters()))
 
-    def evaluate(**given) -> None:
+    def evaluate(**flags) -> None:
         x = rows()
         with mode():
-            assert torch.equal(call(m.eval(), x, **given), call(reference.eval(), x))
+            assert torch.equal(call(m.eval(), x, **flags), call(reference.eval(), x))
         m.train()
         reference.train()
 
@@ -155,10 +155,10 @@ def test_a_cache_is_right_after_evaluation_and_after_every_write_that_leaves_a_v
     compare(is_first_microbatch=False)  # a forgotten True
     evaluate()
     with torch.no_grad():
-        for ours, theirs in zip(matrices(m), matrices(reference), strict=True):
-            values = torch.randn(ours.shape).to(DTYPE) / 8
-            ours.copy_(values)
-            theirs.copy_(values)
+        for weight, expected in zip(matrices(m), matrices(reference), strict=True):
+            values = torch.randn(weight.shape).to(DTYPE) / 8
+            weight.copy_(values)
+            expected.copy_(values)
     compare(is_first_microbatch=False)
     with mode():
         call(m, rows(), is_first_microbatch=False)
@@ -176,8 +176,8 @@ def test_writes_through_data_need_a_first_microbatch_or_an_invalidation(kind) ->
             parts = (m.fc1, m.fc2) if kind == "LayerNormMLP" else (m,)
             for part in parts:
                 part.invalidate_weight_cache()
-        got = call(m, x, is_first_microbatch=refresh == "first")
-        assert torch.equal(got, call(m, x))
+        result = call(m, x, is_first_microbatch=refresh == "first")
+        assert torch.equal(result, call(m, x))
 
 
 def test_every_module_with_a_cache_can_be_told_to_forget_it() -> None:
@@ -281,10 +281,10 @@ def test_main_grad_is_the_gradient_in_fp32_and_grad_stays_empty(kind, name) -> N
     give_main_grad(m)
     plain = twin(m, kind, **options)
     assert equal(backward(m, x), backward(plain, x))
-    for ours, theirs in zip(matrices(m), matrices(plain), strict=True):
-        assert ours.grad is None and ours.main_grad.dtype == torch.float32
-        assert torch.allclose(ours.main_grad, theirs.grad.float(), rtol=2**-8, atol=1e-5)
-        assert not theirs.grad.any() or not torch.equal(ours.main_grad.to(DTYPE).float(), ours.main_grad)
+    for weight, expected in zip(matrices(m), matrices(plain), strict=True):
+        assert weight.grad is None and weight.main_grad.dtype == torch.float32
+        assert torch.allclose(weight.main_grad, expected.grad.float(), rtol=2**-8, atol=1e-5)
+        assert not expected.grad.any() or not torch.equal(weight.main_grad.to(DTYPE).float(), weight.main_grad)
     assert equal(grads(vectors(m)), grads(vectors(plain)))
 
 
@@ -391,7 +391,7 @@ def test_a_gradient_that_was_put_off_waits_until_it_is_stored(monkeypatch) -> No
     m.weight.grad = torch.zeros_like(m.weight)
     backward(m, rows())
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "add_", lambda *given: (_ for _ in ()).throw(torch.OutOfMemoryError))
+        patch.setattr(torch.Tensor, "add_", lambda *operands: (_ for _ in ()).throw(torch.OutOfMemoryError))
         with pytest.raises(torch.OutOfMemoryError):
             m.backward_dw()
     m.backward_dw()
@@ -617,8 +617,8 @@ def test_split_parameters_get_their_gradients_or_the_pair_is_refused(option) -> 
     backward(plain, x)
     backward(m, x)
     m.backward_dw()
-    got = torch.cat([p.main_grad if option.startswith("fuse") else p.grad for p in matrices(m)])
-    assert torch.equal(got.to(DTYPE), plain.weight.grad)
+    result = torch.cat([p.main_grad if option.startswith("fuse") else p.grad for p in matrices(m)])
+    assert torch.equal(result.to(DTYPE), plain.weight.grad)
 
 
 # --- return_bias, init_method, params_dtype, meta
@@ -700,18 +700,18 @@ def test_a_held_module_on_meta_becomes_real_in_its_formats(kind) -> None:
 # --- tied weights, frozen parts, nothing to do
 
 
-@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize("name", ["mxfp8", "fp8-delayed"])
-def test_tied_weights_get_both_gradients_and_stay_one_parameter(name, held) -> None:
+def test_tied_weights_get_both_gradients_and_stay_one_parameter(name, is_quantized) -> None:
     recipe = recipes.load(name)
     a, b = Linear(64, 64, params_dtype=DTYPE, recipe=recipe), Linear(64, 64, params_dtype=DTYPE, recipe=recipe)
     b.weight = a.weight
     model, x = nn.Sequential(a, b), rows()
-    if held:
+    if is_quantized:
         duotone.convert_parameters(model, recipe)
     assert a.weight is b.weight
     separate = copy.deepcopy(model)
-    if not held:
+    if not is_quantized:
         separate[1].weight = nn.Parameter(separate[0].weight.detach().clone())
         for module in (model, separate):
             leaf = x.clone().requires_grad_()
@@ -746,9 +746,9 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(kind, name, needs)
         torch.manual_seed(5)
         y.backward(torch.randn(y.shape).to(y.dtype))
     assert leaf.grad is None if not needs[0] else torch.equal(leaf.grad, everything[1])
-    for got, want in zip(m.parameters(), whole.parameters(), strict=True):
-        asked = needs[1] if got.dim() > 1 else needs[2]
-        assert got.grad is None if not asked else torch.equal(got.grad, want.grad)
+    for result, want in zip(m.parameters(), whole.parameters(), strict=True):
+        needed = needs[1] if result.dim() > 1 else needs[2]
+        assert result.grad is None if not needed else torch.equal(result.grad, want.grad)
 
 
 @pytest.mark.parametrize(
@@ -786,8 +786,8 @@ def test_identity_under_every_option_is_f_linear() -> None:
         y.sum().backward()
         m.backward_dw()
         want.sum().backward()
-        got = torch.cat([p.grad for p in matrices(m)])
-        assert torch.equal(y, want) and torch.equal(got, weight.grad)
+        result = torch.cat([p.grad for p in matrices(m)])
+        assert torch.equal(y, want) and torch.equal(result, weight.grad)
 
 
 class Ranks:

@@ -89,8 +89,8 @@ def test_any_order_of_training_and_evaluation_has_the_bits_of_plain_weights(name
     plain.load_state_dict({"weight": m.weight.dequantize(), "bias": m.bias.detach()})
     seed = m.duotone_seed.clone()
     plain.duotone_seed.copy_(seed)
-    held = m.weight.get_usages(), m.weight.quantizer
-    assert held[0] == {"rowwise": True, "columnwise": True}
+    layout = m.weight.get_usages(), m.weight.quantizer
+    assert layout[0] == {"rowwise": True, "columnwise": True}
     for i, what in enumerate(order):
         x, dy = torch.randn(16, K).bfloat16(), torch.randn(16, N).bfloat16()
         values = torch.randn(N, K).bfloat16()
@@ -100,7 +100,7 @@ def test_any_order_of_training_and_evaluation_has_the_bits_of_plain_weights(name
             assert equal(step(m, x, dy), step(plain, x, dy))
         else:
             assert equal(evaluate(m, x, mode), evaluate(plain, x, mode))
-        assert (m.weight.get_usages(), m.weight.quantizer) == held
+        assert (m.weight.get_usages(), m.weight.quantizer) == layout
         fresh = m.weight.quantizer.quantize(values)
         assert equal(bits(m.weight), bits(fresh))
 
@@ -276,8 +276,8 @@ def test_a_format_change_is_refused_whole_and_conversion_succeeds(change) -> Non
     """core 52: the error names the weight, both formats and the remedy; nothing has changed."""
     m, x, dy = quantized(MX), torch.randn(16, K).bfloat16(), torch.randn(16, N).bfloat16()
     before, seed = bits(m.weight), m.duotone_seed.clone()
-    wanted = change(WEIGHT).rowwise.name
-    message = rf"body is held in mxfp8_e4m3 and recipe {re.escape(change.name)} asks for {wanted}; .*convert_parameters"
+    fmt = change(WEIGHT).rowwise.name
+    message = rf"body is held in mxfp8_e4m3 and recipe {re.escape(change.name)} asks for {fmt}; .*convert_parameters"
     with pytest.raises(RecipeError, match=message), duotone.autocast(recipe=change):
         m(x)
     assert equal(bits(m.weight), before) and torch.equal(m.duotone_seed, seed) and m.weight.quantizer == MX(WEIGHT)
@@ -442,9 +442,9 @@ def test_a_new_conversion_preserves_its_own_values() -> None:
     values = root["a"].weight.detach().clone()
     duotone.convert_parameters(root, MX, preserve=True)
     assert torch.equal(root["a"].weight.get_high_precision_init_val(), values)
-    held = root["a"].weight.dequantize()
+    decoded = root["a"].weight.dequantize()
     duotone.convert_parameters(root, FP8, preserve=True)
-    assert torch.equal(root["a"].weight.get_high_precision_init_val(), held)
+    assert torch.equal(root["a"].weight.get_high_precision_init_val(), decoded)
 
 
 def test_initialization_nests_restores_and_refuses_what_is_no_recipe() -> None:
@@ -512,15 +512,15 @@ def test_boundary_roles_reach_the_factory_at_the_next_forward() -> None:
     m.output_quantizer_role = role
     assert seen == []
     m(x)
-    mine = [QuantizerRole("linear", kind, "body") for kind in ("input", "weight", "grad_output")]
-    assert seen == [mine[0], mine[1], role, mine[2], None]
+    roles = [QuantizerRole("linear", kind, "body") for kind in ("input", "weight", "grad_output")]
+    assert seen == [roles[0], roles[1], role, roles[2], None]
     seen.clear()
     m.output_quantizer_role = QuantizerRole("linear", "input", "next")
     m(x)
     assert seen == []
     m.grad_input_quantizer_role = QuantizerRole("linear", "grad_output", "previous")
     m(x)
-    assert seen[2:] == [role, mine[2], QuantizerRole("linear", "grad_output", "previous")]
+    assert seen[2:] == [role, roles[2], QuantizerRole("linear", "grad_output", "previous")]
     assert m.get_quantizer_roles()["output"] == role
 
 

@@ -43,8 +43,8 @@ def train(recipe, kind: str, where: str, frozen: bool = False) -> list[Tensor]:
     """Every output, gradient, seed and scale of three steps; the region encloses the forward, or lies in it."""
     torch.manual_seed(3)
     root = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)).bfloat16()
-    own = recipe if where == "none" else recipes.load("bf16")
-    duotone.convert(root, own, ())
+    inner = recipe if where == "none" else recipes.load("bf16")
+    duotone.convert(root, inner, ())
     root[0].weight.requires_grad_(not frozen)
     inside = (lambda: duotone.autocast(recipe=recipe)) if where == "inside" else nullcontext
     outside = (lambda: duotone.autocast(recipe=recipe)) if where == "outside" else nullcontext
@@ -71,8 +71,8 @@ def train(recipe, kind: str, where: str, frozen: bool = False) -> list[Tensor]:
 def test_checkpointing_changes_no_bit(name, kind, where) -> None:
     """core 90: outputs, gradients, seeds and states of three steps."""
     expected = train(RECIPES[name], "none", where)
-    got = train(RECIPES[name], kind, where)
-    assert len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    result = train(RECIPES[name], kind, where)
+    assert len(result) == len(expected) and all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
@@ -80,8 +80,8 @@ def test_checkpointing_changes_no_bit(name, kind, where) -> None:
 def test_checkpointing_with_a_frozen_weight_changes_no_bit(name, kind) -> None:
     """core 90, 86."""
     expected = train(RECIPES[name], "none", "outside", frozen=True)
-    got = train(RECIPES[name], kind, "outside", frozen=True)
-    assert len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    result = train(RECIPES[name], kind, "outside", frozen=True)
+    assert len(result) == len(expected) and all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", [True, False])
