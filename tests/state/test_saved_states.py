@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import pickle
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -213,3 +215,37 @@ def test_a_loaded_history_is_that_of_the_values_beside_it() -> None:
             each.weight.mul_(0.3)
     assert same(duotone.recipe_state(m), duotone.recipe_state(other))
     assert torch.equal(m.weight.dequantize(), other.weight.dequantize())
+
+
+WEIGHTS_ALONE = recipes.RuleRecipe(
+    rules=(
+        recipes.Rule(tensor_type="weight", format="fp8_e4m3_delayed"),
+        recipes.Rule(format="fp8_e4m3_tensor"),
+    )
+)
+
+
+@pytest.mark.parametrize("recipe", [WEIGHTS_ALONE, DelayedScaling()], ids=["weights alone", "all tensors"])
+@pytest.mark.parametrize("in_region", [False, True])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_between_a_write_and_a_backward_continues_bit_for_bit(recipe, in_region, duplicate) -> None:
+    """Amaxes of the write roll at the next backward. Those of a copy rolled one step later."""
+    model = duotone.convert_parameters(duotone.convert(nn.Sequential(nn.Linear(32, 32)), recipe, ()), recipe)
+    draws, x = torch.Generator().manual_seed(0), torch.randn(32, 32)
+
+    def step(model: nn.Module, write: Tensor) -> dict[str, Tensor]:
+        with duotone.autocast(recipe=recipe) if in_region else nullcontext():
+            y = model(x)
+        y.square().sum().backward()
+        rolled = duotone.recipe_state(model)
+        with torch.no_grad():
+            model[0].weight.copy_(write)  # type: ignore[index]
+        return {**rolled, **duotone.rng_state(model), "weight": model[0].weight.dequantize()}  # type: ignore[index]
+
+    for _ in range(3):
+        step(model, torch.randn(32, 32, generator=draws))
+    twin = duplicate(model)
+    for _ in range(3):
+        write = torch.randn(32, 32, generator=draws) * 3
+        one, other = step(model, write), step(twin, write)
+        assert all(torch.equal(one[name], other[name]) for name in one) and one.keys() == other.keys()

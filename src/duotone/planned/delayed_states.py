@@ -14,6 +14,7 @@ from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from duotone.pipeline.titles import title
 from duotone.recipes.delayed import check_requests
 from duotone.recipes.roles import Site
+from duotone.state import rolling
 from duotone.state.delayed import DelayedState
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import AmaxMode
@@ -68,6 +69,14 @@ def states_for(module: "Planned", plan: LinearPlan) -> tuple[str, str]:
     forward.largest = [*largest(plan.input.quantizer), *largest(plan.weight.quantizer)] * members
     backward.largest = largest(plan.gradient.quantizer) * members
     return forward.number, backward.number
+
+
+def states_of_call(module: "Planned", plan: LinearPlan, group: str, mode: AmaxMode) -> tuple[str, str]:
+    """`states_for`. A state that is a copy then rolls when its original does."""
+    numbers = states_for(module, plan)
+    if mode is not AmaxMode.USE:
+        rolling.wait_like_original(numbers[0], group)
+    return numbers
 
 
 def with_slots(plan: LinearPlan, numbers: tuple[str, str], group: str, mode: AmaxMode, member: int = 0) -> LinearPlan:

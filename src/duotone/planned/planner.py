@@ -345,7 +345,7 @@ class Planner:
         weights = module.weights
         if not plan.is_delayed:
             return [plan] * len(weights)
-        numbers = delayed_states.states_for(module, plan)
+        numbers = delayed_states.states_of_call(module, plan, group, mode)
         for member, weight in enumerate(weights):
             if isinstance(weight, QuantizedTensor):
                 context = delayed_states.with_slots(plan, numbers, group, AmaxMode.RECORD, member).weight.context

@@ -74,6 +74,8 @@ class DelayedState(nn.Module):
         self.started: set[int] = set()
         self.steps_with_new = 0
         self.number = STATES.add(self)
+        self.is_fresh_copy = False
+        """Whether this is a copy whose original may wait for a roll, and `wait_like_original` has not run."""
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_views": {}, "roll_table": None}
@@ -81,6 +83,7 @@ class DelayedState(nn.Module):
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._register()
+        self.is_fresh_copy = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DelayedState":
         for name, buffer in self._buffers.items():

@@ -136,6 +136,15 @@ OTHERS = Pending()
 """The pending states of backwards in threads that ran no forward."""
 
 
+def wait_like_original(number: str, group: str) -> None:
+    """Roll a copy at the end of the next backward if it has amaxes, such as those of an optimizer's write."""
+    state = STATES[number]
+    if state.is_fresh_copy and not is_capturing() and not torch_private.is_faking():
+        state.is_fresh_copy = False
+        if state.amax_history[0].any():
+            pending().backward.add(Recording(state.number, group, False))
+
+
 @never_compiled
 def end_of_region(region: AutocastRegion, *, failed: bool) -> None:
     """Roll the forward states of a region that has ended. An open region of this thread and task takes them over."""
