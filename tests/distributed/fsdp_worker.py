@@ -147,6 +147,14 @@ def fp8_delayed_agrees_on_its_scale_without_an_amax_reduction_group(folder: Path
 
 
 @check
+def a_copy_that_is_sharded_writes_its_weights_with_delayed_scales(folder: Path) -> None:
+    """A copy has no context: the first forward, which sees gathered weights, gives it to the shards."""
+    single = model(recipes.DelayedScaling(amax_history_len=2))
+    for got, want in zip(train(shard(copy.deepcopy(single)))[0], train(single)[0], strict=True):
+        same(got, want)
+
+
+@check
 def adamw_updates_shards_as_one_process_updates_the_whole(folder: Path) -> None:
     """Masters, moments and planes; each step agrees on the scales of all weights in one collective."""
     for name, agreements in {"fp8-current": 1, "nvfp4": 1, "fp8-rowwise": 1, "fp8-delayed": 1, "mxfp8": 0}.items():

@@ -36,6 +36,7 @@ from duotone.state.region import STACK, AmaxMode, CallRegion, in_backward, mode_
 from duotone.state.torch_private import SHAPES, in_pipeline
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext, Slot
+from duotone.tensor.gathers import shard_behind
 
 if TYPE_CHECKING:
     from duotone.planned.planned import Planned
@@ -347,9 +348,9 @@ class Planner:
             return [plan] * len(weights)
         numbers = delayed_states.states_of_call(module, plan, group, mode)
         for member, weight in enumerate(weights):
-            if isinstance(weight, QuantizedTensor):
+            for held in (weight, shard_behind(weight)) if isinstance(weight, QuantizedTensor) else ():
                 context = delayed_states.with_slots(plan, numbers, group, AmaxMode.RECORD, member).weight.context
-                weight.context = QuantizeContext(weight.context.shard, context.slots, propagate=context.propagate)
+                held.context = QuantizeContext(held.context.shard, context.slots, propagate=context.propagate)
         return [delayed_states.with_slots(plan, numbers, group, mode, member) for member in range(len(weights))]
 
     def prepare(self, recipe: Recipe) -> None:

@@ -272,6 +272,13 @@ def owners(shard: Tensor) -> "tuple[FSDPParam, FSDPParamGroup] | tuple[None, Non
     return None, None
 
 
+def shard_behind(weight: "PlaneTensor") -> "PlaneTensor":
+    """The shard that an optimizer writes, of a weight that FSDP2 gathered from quantized ones. Else the weight."""
+    param = None if weight.gathers is None else weight.gathers.param
+    shard = weight if param is None else param._sharded_local_tensor
+    return shard if isinstance(shard, type(weight)) else weight
+
+
 def _codes(planes: Planes) -> Tensor:
     plane = planes.rowwise or planes.columnwise
     assert plane is not None
