@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -527,15 +527,31 @@ def trained(m: nn.Module, rows: int) -> list[Tensor]:
     return [*results, *(p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in m.parameters())]
 
 
+def converted(name: str, rows: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(128, 128, bias=False), nn.ReLU(), nn.Linear(128, rows, bias=False)).bfloat16()
+    with torch.no_grad():
+        m[2].weight[: rows // 3] *= 4  # the shards' own amaxes differ
+    return duotone.convert(m, recipes.load(name), rules=())
+
+
+@check
+def one_rank_gathers_a_weight_of_any_size(folder: Path) -> None:
+    """Its shard is the whole weight, which nothing pads to whole blocks."""
+    mesh = init_device_mesh(checks.DEVICE, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    for name, rows in (("mxfp8", 100), ("fp8-block", 64)):
+        one = converted(name, rows)
+        m = duotone.gather_quantized(copy.deepcopy(one))
+        split(m, mesh)
+        for got, want in zip(trained(m, rows), trained(one, rows), strict=True):
+            same(got, want, name)
+
+
 @check
 def uneven_shards_and_delayed_scales_give_the_bits_of_one_process(folder: Path) -> None:
     """Shards that cut blocks, end inside of one, or differ in size. Histories and scales are those of one process."""
     for name, rows in (("mxfp8", 96), ("fp8-block", 640), ("fp8-rowwise", 97), ("fp8-delayed", 128), ("nvfp4", 80)):
-        torch.manual_seed(0)
-        one = nn.Sequential(nn.Linear(128, 128, bias=False), nn.ReLU(), nn.Linear(128, rows, bias=False)).bfloat16()
-        with torch.no_grad():
-            one[2].weight[: rows // 3] *= 4  # the shards' own amaxes differ
-        duotone.convert(one, recipes.load(name), rules=())
+        one = converted(name, rows)
         m = duotone.gather_quantized(copy.deepcopy(one))
         split(m, checks.mesh(), reshard_after_forward=True)
         for got, want in zip(trained(m, rows), trained(one, rows), strict=True):

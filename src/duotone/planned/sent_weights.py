@@ -75,8 +75,8 @@ def send_planes(module: "Planned") -> None:
             continue
         if weight.quantizer.is_stochastic:
             raise UserError(
-                f"{title(module)}: {weight.quantizer} does not encode a weight twice alike; use another recipe, "
-                "or quantized parameters (duotone.convert_parameters)"
+                f"{title(module)}: {weight.quantizer} does not encode a weight twice alike; use a recipe "
+                "that rounds weights to nearest"
             )
         if reason := _refusal(parameter, weight):
             name, module.plain_gather = f"{title(module)}.{names[id(parameter)]}", reason
@@ -183,7 +183,8 @@ class SentWeight:
         self.weight, self.dtype, self.rows = plan.weight.from_cache(plan.weight.source, True), dtype, rows
         row, col = self.weight.formats
         self.step = max(row.alignment[0] if row else 1, col.alignment[1] if col else 1)
-        self.is_even = rows % (group_size(self.cuts[0][0]) * self.step) == 0
+        ranks = group_size(self.cuts[0][0])
+        self.is_even = ranks == 1 or rows % (ranks * self.step) == 0  # one rank pads nothing
         self.gathers = Gathers((row, col), plan.weight.quantizer.derives_columnwise)
         self.gathers.rows = None if self.is_even else rows
         self.gathers.find(self.shard)
