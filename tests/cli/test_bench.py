@@ -48,9 +48,9 @@ def test_the_table_and_the_lines_have_the_same_ratios(duotone, tmp_path):
 def test_one_thread_has_backward_run_in_the_thread_that_asks_for_it(duotone, tmp_path, monkeypatch):
     measure, seen = records.measure, []
 
-    def noting(*given):
+    def noting(*arguments):
         seen.append(torch.autograd.is_multithreading_enabled())
-        return measure(*given)
+        return measure(*arguments)
 
     monkeypatch.setattr(records, "measure", noting)
     path, shape = tmp_path / "lines.jsonl", ("--shape", "16x32x32", "--recipe", "bf16", *FAST)

@@ -108,11 +108,11 @@ def test_a_stopped_comparison_goes_on_and_ends_as_an_uninterrupted_one(duotone, 
     sizes = ("--seeds", "2", "--batch", "3", "--context", "16")
     arguments = [*TINY, "--data", text_file, "--recipes", "nvfp4", *sizes]
     duotone(*arguments, "--out", tmp_path / "whole")
-    step, taken = Trainer.step, []
+    step, steps = Trainer.step, []
 
     def interrupted(self, *args, **kwargs):
-        taken.append(self.recipe.name)
-        if len(taken) == 5:
+        steps.append(self.recipe.name)
+        if len(steps) == 5:
             os.kill(os.getpid(), signal.SIGINT)
         return step(self, *args, **kwargs)
 
@@ -120,7 +120,7 @@ def test_a_stopped_comparison_goes_on_and_ends_as_an_uninterrupted_one(duotone, 
     assert duotone(*arguments, "--out", tmp_path / "parts")[0] == 130
     code, _, err = duotone("compare", "--resume", "--out", tmp_path / "parts")
     assert code == 0 and "nvfp4, seed 0: 3 steps of 48 tokens" in err and ", from step 2\n" in err
-    assert taken == (["bf16"] * 3 + ["nvfp4"] * 3) * 2, "no step twice"
+    assert steps == (["bf16"] * 3 + ["nvfp4"] * 3) * 2, "no step twice"
     assert runs_of(tmp_path / "parts") == runs_of(tmp_path / "whole")
     settings = json.loads((tmp_path / "parts" / "result.json").read_text())["settings"]
     assert (settings["context"], settings["tokens_per_step"], settings["judged_step"]) == (16, 48, 3)
@@ -130,10 +130,10 @@ def test_a_stopped_comparison_goes_on_and_ends_as_an_uninterrupted_one(duotone, 
 def test_a_comparison_that_dies_goes_on_from_its_newest_checkpoint(duotone, refused, text_file, tmp_path, monkeypatch):
     """In the run of noise, which has the recipe of the reference. A folder that is compared anew keeps none of it."""
     arguments = [*TINY, "--data", text_file, "--recipes", "bf16", "--save-every", "1", "--out", tmp_path / "a"]
-    step, taken = Trainer.step, []
+    step, steps = Trainer.step, []
 
     def dying(self, *args, **kwargs):
-        if (taken.append(self.completed + 1), len(taken))[1] == 6:
+        if (steps.append(self.completed + 1), len(steps))[1] == 6:
             raise RuntimeError("a bug")
         return step(self, *args, **kwargs)
 
@@ -146,23 +146,23 @@ def test_a_comparison_that_dies_goes_on_from_its_newest_checkpoint(duotone, refu
     code, _, err = duotone(*resume)
     assert code == 2 and "model.safetensors does not match SHA256SUMS): remove that folder" in err
     newest.write_bytes(content)
-    assert duotone(*resume)[0] == 0 and taken == [1, 2, 3, 1, 2, 3, 3]
+    assert duotone(*resume)[0] == 0 and steps == [1, 2, 3, 1, 2, 3, 3]
     parts = runs_of(tmp_path / "a")
-    assert duotone(*arguments, "--force")[0] == 0 and taken[7:] == [1, 2, 3] * 2
+    assert duotone(*arguments, "--force")[0] == 0 and steps[7:] == [1, 2, 3] * 2
     assert parts == runs_of(tmp_path / "a")
 
 
 def test_a_full_disk_costs_a_comparison_no_run(duotone, text_file, tmp_path, monkeypatch):
     """A checkpoint fails, and so do the numbers of a whole run. It goes on from the checkpoint between."""
-    real, step, taken = files.write_synced, Trainer.step, []
+    real, step, steps = files.write_synced, Trainer.step, []
 
     def write(path, content):
-        if len(taken) in (1, 3) and (path.suffix == ".safetensors" or "result.json" in path.name):
+        if len(steps) in (1, 3) and (path.suffix == ".safetensors" or "result.json" in path.name):
             raise OSError(28, "No space left on device")
         real(path, content)
 
     def dying(self, *args, **kwargs):
-        if (taken.append(self.completed + 1), len(taken))[1] == 4:
+        if (steps.append(self.completed + 1), len(steps))[1] == 4:
             raise RuntimeError("a bug")
         return step(self, *args, **kwargs)
 
@@ -172,7 +172,7 @@ def test_a_full_disk_costs_a_comparison_no_run(duotone, text_file, tmp_path, mon
     with pytest.raises(RuntimeError, match="a bug"):
         duotone(*arguments)
     assert duotone("compare", "--resume", "--out", tmp_path / "a")[0] == 0
-    assert taken == [1, 2, 3, 1, 3, 1, 2, 3]
+    assert steps == [1, 2, 3, 1, 3, 1, 2, 3]
     assert [len(run["train_loss"]) for run in runs_of(tmp_path / "a")] == [3, 3]
 
 

@@ -63,13 +63,13 @@ with Interrupt() as interrupt:
 
 
 def test_a_terminal_that_hangs_up_takes_no_output_and_raises_nothing(tmp_path):
-    ours, theirs = pty.openpty()
+    master, terminal = pty.openpty()
     command = [sys.executable, "-c", HUNG_UP, tmp_path / "saved"]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
-    os.close(theirs)
+    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
+    os.close(terminal)
     heard = b""
     while b"ready" not in heard:
-        heard += os.read(ours, 100)
-    os.close(ours)
+        heard += os.read(master, 100)
+    os.close(master)
     process.wait(timeout=120)
     assert (tmp_path / "saved").read_text() == "129"

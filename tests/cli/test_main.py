@@ -55,17 +55,17 @@ from duotone.cli.main import run
 assert run(["compare", "--help"]) == 0
 print(sorted({"rich", "jinja2", "safetensors", "numpy.random", "duotone.report", "torch._inductor"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines()[-1] == "[]"
 
 
 def test_without_its_packages_the_command_says_what_to_install():
     code = "import sys; sys.modules['click'] = None; sys.argv = ['duotone', 'formats']; " + (
         "from duotone.__main__ import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == (
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr == (
         "duotone: the command line needs click: pip install click jinja2 mpmath numpy rich safetensors\n"
     )
 
@@ -105,7 +105,7 @@ def test_a_warning_is_one_line_and_a_closed_pipe_no_traceback(tmp_path):
     path = tmp_path / "nowhere.toml"
     path.write_text('base = "mxfp8"\n[[rules]]\nmodule = "absent"\nformat = "nvfp4"\n')
     command = f"{sys.executable} -m duotone plan --preset tiny --recipe '{path}' | head -1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
-    text = done.stderr
-    assert done.stdout.startswith("nowhere on cpu") and done.stdout.count("\n") == 1
+    process = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    text = process.stderr
+    assert process.stdout.startswith("nowhere on cpu") and process.stdout.count("\n") == 1
     assert text.startswith("duotone: warning: ") and text.count("\n") == 1 and ".py" not in text

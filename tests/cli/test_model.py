@@ -20,8 +20,8 @@ def test_progress_result_and_report_say_which_model_it_was(duotone, text_file, t
     assert result["settings"]["model"].startswith(words)
     assert words in (tmp_path / "report.html").read_text()
     assert all(run["error"] is None and len(run["train_loss"]) == 2 for run in result["runs"])
-    own = {"gpt": "layers.0.attention.qkv", LLAMA: "model.layers.0.self_attn.q_proj"}[model]
-    assert any(row["module"] == own and row["a"] == "mxfp8_e4m3" for row in result["runs"][2]["plan"])
+    module = {"gpt": "layers.0.attention.qkv", LLAMA: "model.layers.0.self_attn.q_proj"}[model]
+    assert any(row["module"] == module and row["a"] == "mxfp8_e4m3" for row in result["runs"][2]["plan"])
 
 
 def test_a_run_resumes_with_its_model_and_no_other(duotone, refused, text_file, tmp_path):

@@ -58,11 +58,11 @@ def test_a_plan_says_which_weights_travel_in_high_precision(capsys: pytest.Captu
 def test_a_run_that_loses_a_rank_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     """In a step, then in a save. The report is of the whole run, and tells memory and bytes of each rank."""
     options = "train --parallel fsdp=2 --preset tiny --recipe fp8-current --steps 6 --save-every 2 --out".split()
-    done = torchrun(LOSES_A_RANK, *options, tmp_path, restarts=2)
-    assert done.stdout.count("resumed from step 2 on 2 ranks") == 2, "what a rank began to save is no checkpoint"
-    text = "\n".join(line for line in done.stderr.splitlines() if "torch/distributed/elastic" not in line)
+    process = torchrun(LOSES_A_RANK, *options, tmp_path, restarts=2)
+    assert process.stdout.count("resumed from step 2 on 2 ranks") == 2, "what a rank began to save is no checkpoint"
+    text = "\n".join(line for line in process.stderr.splitlines() if "torch/distributed/elastic" not in line)
     assert "duotone: a rank was lost" in text and "Traceback" not in text
-    assert "rank 0: " in done.stdout and "MiB gathered" in done.stdout and done.stdout.count("Report: ") == 1
+    assert "rank 0: " in process.stdout and "MiB gathered" in process.stdout and process.stdout.count("Report: ") == 1
     run = json.loads((tmp_path / "result.json").read_text())["runs"][0]
     assert [step for step, _ in run["train_loss"]] == [1, 2, 3, 4, 5, 6]
     assert [event["text"].split(":")[0] for event in run["events"]] == ["rank 0", "rank 1"]

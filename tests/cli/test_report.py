@@ -42,7 +42,7 @@ def test_two_results_share_a_page_and_a_reference(duotone, folders):
     slow, fast = (json.loads((folders / name / "result.json").read_text()) for name in ("slow", "fast"))
     base = [slow["runs"][0]["final_heldout_loss"], slow["runs"][0]["repeats"][0]["heldout_loss"][-1][1]]
     other = [fast["runs"][1]["final_heldout_loss"], fast["runs"][1]["repeats"][0]["heldout_loss"][-1][1]]
-    gap = sum(100 * (mine / theirs - 1) for mine, theirs in zip(other, base, strict=True)) / 2
+    gap = sum(100 * (loss / reference - 1) for loss, reference in zip(other, base, strict=True)) / 2
     line = next(line for line in text.splitlines() if "mxfp8 (fast)" in line)
     assert f"{gap:+.3f} ±" in line
 

@@ -117,9 +117,9 @@ def test_bad_input_is_one_line_before_anything_is_trained(refused, typed, tmp_pa
     text = refused(*bare, "--budget", "speed=9", *out)
     assert "speed=9 cannot be met on an NVIDIA H200 for linears 4096 wide with 8192 tokens: the most is 1.4" in text
     assert "the least is 0.5" in refused(*bare, "--budget", "memory=0.1", *out)
-    known = "but for linears from 4096 x 4096 with 8192 tokens to 8192 x 28672 with 8192 tokens"
+    limits = "but for linears from 4096 x 4096 with 8192 tokens to 8192 x 28672 with 8192 tokens"
     text = refused(*bare, "--as", "64x128", "--budget", "speed=1.1", *out)
-    assert "no speed is known" in text and known in text
+    assert "no speed is known" in text and limits in text
     alone = refused("search", "--recipes", "bf16", "--budget", "speed=1.1", *out)
     assert "bf16 alone leaves nothing to choose: name another recipe with --recipes" in alone
     assert "cannot read" in refused("search", "--resume", *out)

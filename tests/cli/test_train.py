@@ -26,8 +26,8 @@ def newest(folder):
 def assert_same_run(left, right):
     """The same losses, weights, moments and seeds, bit for bit."""
     assert left.step == right.step and left.meta["history"] == right.meta["history"]
-    for mine, theirs in ((left.model, right.model), (left.training, right.training)):
-        assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
+    for one, other in ((left.model, right.model), (left.training, right.training)):
+        assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
 def stop_after(monkeypatch, steps, number=signal.SIGINT):
@@ -78,9 +78,9 @@ def test_ctrl_c_and_resume_in_a_new_process_end_as_an_uninterrupted_run(
     assert code == 130 and "stopped at step 4" in text
     assert json.loads((tmp_path / "parts" / "result.json").read_text())["partial"]
     command = [sys.executable, "-m", "duotone", "train", "--resume", "--out", tmp_path / "parts"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "from step 4" in done.stderr
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert "from step 4" in process.stderr
     assert_same_run(newest(tmp_path / "parts"), newest(finished))
     assert not json.loads((tmp_path / "parts" / "result.json").read_text())["partial"]
 
@@ -106,8 +106,8 @@ def test_a_longer_run_goes_on_as_if_it_had_been_meant_so_where_learning_rates_ag
     whole, parts = newest(tmp_path / "whole"), newest(tmp_path / "parts")
     assert parts.step == 9 and parts.meta["config"] == whole.meta["config"]
     assert parts.meta["history"]["train_loss"] == whole.meta["history"]["train_loss"]
-    for mine, theirs in ((parts.model, whole.model), (parts.training, whole.training)):
-        assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
+    for one, other in ((parts.model, whole.model), (parts.training, whole.training)):
+        assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
 def test_a_finished_run_is_extended_at_the_learning_rates_of_the_longer_one(duotone, finished, monkeypatch):
