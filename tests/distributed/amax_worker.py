@@ -93,7 +93,7 @@ def what_is_not_finite_on_one_rank_freezes_no_scale(folder: Path) -> None:
 def ranks_that_ran_different_modules_all_raise_and_keep_their_scales(folder: Path) -> None:
     """In forward, in backward, with scales of 1 and later; and the next step is fine."""
     rank = dist.get_rank()
-    mine = "b" if rank == 1 else "a"
+    module = "b" if rank == 1 else "a"
     for recipe in (RECIPE, DelayedScaling(amax_history_len=4, first_scale_from_amax=False)):
         model = layers(recipe)
 
@@ -107,11 +107,11 @@ def ranks_that_ran_different_modules_all_raise_and_keep_their_scales(folder: Pat
                 step("a"), step("b")
             before = duotone.recipe_state(model)
             try:
-                step(mine)
+                step(module)
             except UserError as error:
-                other = "a" if mine == "b" else "b"
+                other = "a" if module == "b" else "b"
                 text = str(error)
-                assert f"rank {rank} those of [{mine}.duotone_forward" in text and f"{other}.duotone" in text, text
+                assert f"rank {rank} those of [{module}.duotone_forward" in text and f"{other}.duotone" in text, text
                 assert "\n" not in text
             else:
                 raise AssertionError("two modules got one scale")

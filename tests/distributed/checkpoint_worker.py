@@ -83,17 +83,17 @@ def state(m: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Copies of all that the next step depends on."""
     tensors = {**duotone.rng_state(m), **duotone.recipe_state(m), "generator": torch.get_rng_state()}
     for name, parameter in m.named_parameters():
-        mine = shard_of(parameter.detach())
-        parts = mine.parts if isinstance(mine, QuantizedTensor) else [mine]
+        local = shard_of(parameter.detach())
+        parts = local.parts if isinstance(local, QuantizedTensor) else [local]
         tensors |= {f"{name} {at}": part for at, part in enumerate(parts)}
         tensors |= {f"{name} {key}": shard_of(value) for key, value in optimizer.state[parameter].items()}
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def alike(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+def alike(result: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert result.keys() == want.keys(), result.keys() ^ want.keys()
     for name, tensor in want.items():
-        same(got[name], tensor, name)
+        same(result[name], tensor, name)
 
 
 def pair(recipe: str, ranks: int, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -114,8 +114,8 @@ def a_resumed_run_has_the_bits_of_one_that_went_on(folder: Path) -> None:
             want = state(*run)
             resumed = pair(recipe, 2, seed=1)
             assert load(path, *resumed, group=group)["step"] == 2
-            for got, loss in zip(steps(*resumed, 2), losses, strict=True):
-                same(got, loss, f"{recipe}: losses")
+            for result, loss in zip(steps(*resumed, 2), losses, strict=True):
+                same(result, loss, f"{recipe}: losses")
             alike(state(*resumed), want)
 
 
@@ -138,10 +138,14 @@ def any_number_of_ranks_loads_what_any_other_number_saved(folder: Path) -> None:
             values, seeds = torch.load(path.parent / "whole.pt", checks.DEVICE)
             for name, parameter in m.named_parameters():
                 want = values[name].chunk(loaded_by)[dist.get_rank()]
-                mine = shard_of(parameter.detach())
-                same(mine + 0, want, f"{recipe}, {saved_by} to {loaded_by}: {name}")
-                if isinstance(mine, QuantizedTensor) and mine.derives_columnwise and mine.planes.columnwise is not None:
-                    rowwise, columnwise = (plane.dequantize(mine.dtype) for plane in mine.planes)
+                local = shard_of(parameter.detach())
+                same(local + 0, want, f"{recipe}, {saved_by} to {loaded_by}: {name}")
+                if (
+                    isinstance(local, QuantizedTensor)
+                    and local.derives_columnwise
+                    and local.planes.columnwise is not None
+                ):
+                    rowwise, columnwise = (plane.dequantize(local.dtype) for plane in local.planes)
                     same(columnwise.t(), rowwise, f"{recipe}, {saved_by} to {loaded_by}: {name} columnwise")
                 assert optimizer.state[parameter]["step"] == 2 and optimizer.state[parameter]["exp_avg"].any()
             assert duotone.rng_state(m).keys() == seeds.keys()
@@ -173,8 +177,10 @@ def states_of_adamw_go_to_any_number_of_ranks(folder: Path) -> None:
             m = network("mxfp8", loaded_by, seed=1)
             optimizer = duotone.optim.AdamW(m.parameters(), lr=1e-2, **options)
             load(path, m, optimizer, group=meshes()[loaded_by].get_group())
-            for got, want in zip(optimizer.state.values(), torch.load(path / "whole.pt", checks.DEVICE), strict=True):
-                alike(gathered(got), want)
+            for result, want in zip(
+                optimizer.state.values(), torch.load(path / "whole.pt", checks.DEVICE), strict=True
+            ):
+                alike(gathered(result), want)
             if loaded_by == saved_by:
                 steps(m, optimizer, 2)
                 alike(state(m, optimizer), state(*went))
@@ -192,8 +198,8 @@ def torch_gathers_and_spreads_states_of_adamw(folder: Path) -> None:
     full = [get_optimizer_state_dict(pairs[0], optimizers[0], options=options)]
     dist.broadcast_object_list(full, 0, group)
     set_optimizer_state_dict(pairs[1], optimizers[1], full[0], options=options)
-    for got, want in zip(*(of.state.values() for of in optimizers), strict=True):
-        alike(gathered(got), gathered(want))
+    for result, want in zip(*(of.state.values() for of in optimizers), strict=True):
+        alike(gathered(result), gathered(want))
 
 
 @check
@@ -283,8 +289,8 @@ def plain_weights_of_another_recipe_load_and_a_warning_names_both(folder: Path) 
         assert len(messages) == 1 and "was saved under nvfp4 and goes on under fp8-delayed" in messages[0], messages
         want = network("nvfp4", 2, seed=1)
         load(path, want, group=group)
-        for got, right in zip(m.parameters(), want.parameters(), strict=True):
-            same(shard_of(got.detach()), shard_of(right.detach()))
+        for result, right in zip(m.parameters(), want.parameters(), strict=True):
+            same(shard_of(result.detach()), shard_of(right.detach()))
 
 
 @check

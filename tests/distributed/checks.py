@@ -72,26 +72,28 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator(DEVICE).manual_seed(seed)
 
 
-def same(got: torch.Tensor, want: torch.Tensor, what: str = "") -> None:
+def same(result: torch.Tensor, want: torch.Tensor, what: str = "") -> None:
     """Equal bits; NaN equals NaN. They may lie on different devices."""
-    assert got.shape == want.shape and got.dtype == want.dtype, f"{what}: {got.shape} {got.dtype}, {want.shape}"
-    got, want = got.cpu(), want.cpu()
-    different = (got != want) & ~((got != got) & (want != want))
-    assert not different.any(), f"{what}: {int(different.sum())} of {got.numel()} elements differ"
+    assert result.shape == want.shape and result.dtype == want.dtype, (
+        f"{what}: {result.shape} {result.dtype}, {want.shape}"
+    )
+    result, want = result.cpu(), want.cpu()
+    different = (result != want) & ~((result != result) & (want != want))
+    assert not different.any(), f"{what}: {int(different.sum())} of {result.numel()} elements differ"
 
 
-def same_product(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+def same_product(result: torch.Tensor, want: torch.Tensor, what: str) -> None:
     """Equal bits. On a GPU, products of another size may add in another order."""
     if DEVICE == "cpu":
-        same(got, want, what)
+        same(result, want, what)
     else:
-        close(got, want, 2.0**-7, what)
+        close(result, want, 2.0**-7, what)
 
 
-def close(got: torch.Tensor, want: torch.Tensor, bound: float, what: str) -> None:
+def close(result: torch.Tensor, want: torch.Tensor, bound: float, what: str) -> None:
     """The norm of the error, relative to that of the wanted tensor, is at most `bound`. A DTensor is gathered."""
-    got = got.full_tensor() if isinstance(got, DTensor) else got
-    error = float((got.double() - want.double()).norm() / want.double().norm())
+    result = result.full_tensor() if isinstance(result, DTensor) else result
+    error = float((result.double() - want.double()).norm() / want.double().norm())
     assert error <= bound, f"{what}: relative error {error} above {bound}"
 
 

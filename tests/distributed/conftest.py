@@ -12,17 +12,17 @@ PROCESSES = {"amax_worker.py": 3, "checkpoint_worker.py": 4, "fsdp_mesh_worker.p
 @pytest.fixture(scope="session")
 def failures(tmp_path_factory):
     """failures(worker, check) -> what went wrong in a check of a worker script, which runs once a session."""
-    done: dict[str, tuple[Path, dict[str, list[str]]]] = {}
+    outcomes: dict[str, tuple[Path, dict[str, list[str]]]] = {}
 
     def of(worker: str, check: str) -> str:
-        if worker not in done:
+        if worker not in outcomes:
             folder = tmp_path_factory.mktemp("ranks")
-            done[worker] = folder_of(worker, folder), launch([worker], folder, PROCESSES.get(worker, 2))
-        return "\n".join(done[worker][1][check])
+            outcomes[worker] = folder_of(worker, folder), launch([worker], folder, PROCESSES.get(worker, 2))
+        return "\n".join(outcomes[worker][1][check])
 
     def folder(worker: str) -> Path:
-        of(worker, next(iter(done[worker][1])) if worker in done else _first_check(worker))
-        return done[worker][0]
+        of(worker, next(iter(outcomes[worker][1])) if worker in outcomes else _first_check(worker))
+        return outcomes[worker][0]
 
     of.folder = folder
     return of

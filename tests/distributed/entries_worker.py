@@ -23,9 +23,9 @@ EVEN = {"num_key_value_heads": 2, "intermediate_size": 128, "num_hidden_layers":
 """Sizes whose parts on two ranks end on blocks."""
 
 
-def close(got: Tensor, want: Tensor, what: str, within: float = 1e-5) -> None:
+def close(result: Tensor, want: Tensor, what: str, within: float = 1e-5) -> None:
     """Equal up to the order of sums."""
-    assert (got - want).norm() <= within * want.norm(), f"{what}: {(got - want).norm() / want.norm()}"
+    assert (result - want).norm() <= within * want.norm(), f"{what}: {(result - want).norm() / want.norm()}"
 
 
 @functools.cache
@@ -62,10 +62,13 @@ def a_tensor_parallel_plan_of_transformers_gives_the_values_of_one_process(folde
             close(loss, want, recipe)
             loss.backward()
             want.backward()
-        for (name, got), want in zip(spread.named_parameters(), one.parameters(), strict=True):
+        for (name, result), want in zip(spread.named_parameters(), one.parameters(), strict=True):
             if recipe != "nvfp4" and want.grad is not None:  # each rank rounds at random
                 close(
-                    getattr(got.grad, "full_tensor", lambda got=got: got.grad)(), want.grad, f"{recipe}, {name}", 2e-3
+                    getattr(result.grad, "full_tensor", lambda result=result: result.grad)(),
+                    want.grad,
+                    f"{recipe}, {name}",
+                    2e-3,
                 )
         with torch.no_grad():
             close(spread(batch(2)).logits, one(batch(2)).logits, recipe)
@@ -79,8 +82,8 @@ def it_generates_is_saved_and_dequantized_as_in_one_process(folder: Path) -> Non
     spread.save_pretrained(folder / "saved")
     dist.barrier()
     saved = type(one).from_pretrained(folder / "saved")
-    for (name, got), want in zip(saved.named_parameters(), one.parameters(), strict=True):
-        checks.same(got, want.dequantize() if isinstance(want, duotone.QuantizedTensor) else want, name)
+    for (name, result), want in zip(saved.named_parameters(), one.parameters(), strict=True):
+        checks.same(result, want.dequantize() if isinstance(want, duotone.QuantizedTensor) else want, name)
     assert type(spread.dequantize().model.layers[0].mlp.up_proj) is nn.Linear
     close(spread(batch(2)).logits, one.dequantize()(batch(2)).logits, "dequantized")
 
@@ -95,7 +98,7 @@ def rows(at: int) -> Tensor:
     return torch.randn(64, 64, generator=torch.Generator().manual_seed(at))
 
 
-def mine(at: int) -> Tensor:
+def batch_of_rank(at: int) -> Tensor:
     return rows(at).chunk(2)[dist.get_rank()]
 
 
@@ -138,7 +141,7 @@ def accelerate_trains_over_ranks_under_ddp(folder: Path) -> None:
     accelerator, model = Accelerator(cpu=True), layers()
     model, optimizer = prepare(accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe="mxfp8")
     assert isinstance(model, nn.parallel.DistributedDataParallel)
-    assert_trains([step(model, optimizer, mine(at), accelerator.backward) for at in range(3)], "mxfp8")
+    assert_trains([step(model, optimizer, batch_of_rank(at), accelerator.backward) for at in range(3)], "mxfp8")
 
 
 @check
@@ -156,7 +159,7 @@ def accelerate_trains_over_ranks_under_fsdp2(folder: Path) -> None:
     accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin  # not for CPUs
     model, optimizer = prepare(accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe="mxfp8")
     assert isinstance(model, FSDPModule)
-    assert_trains([step(model, optimizer, mine(at), accelerator.backward) for at in range(3)], "mxfp8")
+    assert_trains([step(model, optimizer, batch_of_rank(at), accelerator.backward) for at in range(3)], "mxfp8")
 
 
 @check
@@ -180,7 +183,7 @@ def fabric_trains_over_ranks_under_ddp_and_model_parallelism(folder: Path) -> No
         else:
             model = fabric.setup(model)
             optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
-        assert_trains([step(model, optimizer, mine(at), fabric.backward) for at in range(3)], "mxfp8")
+        assert_trains([step(model, optimizer, batch_of_rank(at), fabric.backward) for at in range(3)], "mxfp8")
 
 
 if __name__ == "__main__":

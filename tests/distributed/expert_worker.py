@@ -82,7 +82,7 @@ def batch(sizes: tuple[int, ...] = TOKENS) -> tuple[Tensor, Tensor]:
     return x, dy
 
 
-def mine(t: Tensor, sizes: tuple[int, ...]) -> Tensor:
+def rows_of_rank(t: Tensor, sizes: tuple[int, ...]) -> Tensor:
     return t.split(sizes)[dist.get_rank()]
 
 
@@ -97,18 +97,18 @@ def compare(part: moe.MoE, whole: moe.MoE, sizes: tuple[int, ...] = TOKENS) -> l
     """The bytes of each exchange of a forward, after all bits were compared."""
     x, dy = batch(sizes)
     with Sent() as sent:
-        y, dx = run(part, mine(x, sizes), mine(dy, sizes))
+        y, dx = run(part, rows_of_rank(x, sizes), rows_of_rank(dy, sizes))
     with tokens_sent(part.token_quantizer()):
         want = run(whole, x, dy)
-    same(y, mine(want[0], sizes), "y")
-    same(dx, mine(want[1], sizes), "dx")
-    wanted = {name: p.grad for name, p in whole.named_parameters()}
+    same(y, rows_of_rank(want[0], sizes), "y")
+    same(dx, rows_of_rank(want[1], sizes), "dx")
+    gradients = {name: p.grad for name, p in whole.named_parameters()}
     for name, p in part.state_dict(keep_vars=True).items():
         if "router" not in name and "duotone" not in name:
-            same(p.grad, wanted[name], name)
+            same(p.grad, gradients[name], name)
     summed = part.router.weight.grad.float()
     dist.all_reduce(summed)
-    expected = wanted["router.weight"].float()
+    expected = gradients["router.weight"].float()
     # sums of the ranks and of one process are rounded to bf16, by 2^-9 each, and may cancel
     torch.testing.assert_close(summed, expected, rtol=0, atol=2.0**-7 * expected.abs().max().item())
     return sent.bytes
@@ -155,20 +155,20 @@ def a_capacity_that_holds_all_rows_changes_no_bit(folder: Path) -> None:
 @check
 def under_a_capacity_the_host_waits_for_no_count(folder: Path) -> None:
     """And a graph has no break, if it is not torch 2.11 that traces it."""
-    x, dy = (mine(t, (48, 48)) for t in batch((48, 48)))
+    x, dy = (rows_of_rank(t, (48, 48)) for t in batch((48, 48)))
     part, _ = mixtures("mxfp8", ep_capacity=96)
     want = run(part, x, dy)
     torch._dynamo.reset()
     whole = not torch.__version__.startswith("2.11")
-    for got, eager in zip(run(torch.compile(part, fullgraph=whole, backend="aot_eager"), x, dy), want, strict=True):
-        same(got, eager)
+    for result, eager in zip(run(torch.compile(part, fullgraph=whole, backend="aot_eager"), x, dy), want, strict=True):
+        same(result, eager)
 
 
 @check
 def rows_beyond_a_capacity_add_nothing(folder: Path) -> None:
     sizes, capacity = (48, 48), 16
     (part, _), (full, _) = mixtures("bf16", ep_capacity=capacity), mixtures("bf16")
-    x, dy = (mine(t, sizes) for t in batch(sizes))
+    x, dy = (rows_of_rank(t, sizes) for t in batch(sizes))
     with torch.no_grad():
         _, index = part.router(x)
     size, local = dist.get_world_size(), EXPERTS // dist.get_world_size()
@@ -180,8 +180,8 @@ def rows_beyond_a_capacity_add_nothing(folder: Path) -> None:
     assert not stays.all() and stays.any()
     router = full.router.forward
     full.router.forward = lambda t: (router(t)[0] * stays.view(index.shape), router(t)[1])  # type: ignore
-    for got, want in zip(run(part, x, dy), run(full, x, dy), strict=True):
-        torch.testing.assert_close(got, want, rtol=2.0**-7, atol=2.0**-7)
+    for result, want in zip(run(part, x, dy), run(full, x, dy), strict=True):
+        torch.testing.assert_close(result, want, rtol=2.0**-7, atol=2.0**-7)
 
 
 @check
@@ -189,7 +189,7 @@ def delayed_scales_ask_for_a_format_of_dispatch(folder: Path) -> None:
     part, _ = mixtures("fp8-delayed")
     x, _ = batch()
     try:
-        part(mine(x, TOKENS))
+        part(rows_of_rank(x, TOKENS))
     except UserError as error:
         assert "give dispatch_format=" in str(error), error
     else:
@@ -201,16 +201,16 @@ def delayed_scales_ask_for_a_format_of_dispatch(folder: Path) -> None:
 def pickles_hold_no_group_and_copies_do(folder: Path) -> None:
     part, _ = mixtures("mxfp8")
     x, _ = batch()
-    y = part(mine(x, TOKENS))
-    same(copy.deepcopy(part)(mine(x, TOKENS)), y, "a copy")
+    y = part(rows_of_rank(x, TOKENS))
+    same(copy.deepcopy(part)(rows_of_rank(x, TOKENS)), y, "a copy")
     loaded = pickle.loads(pickle.dumps(part))
     assert loaded.ep_group == ""
     try:
-        loaded(mine(x, TOKENS))
+        loaded(rows_of_rank(x, TOKENS))
     except UserError as error:
         assert "pass a group of this process" in str(error), error
     loaded.set_expert_parallel_group(dist.group.WORLD)
-    same(loaded(mine(x, TOKENS)), y, "after a pickle")
+    same(loaded(rows_of_rank(x, TOKENS)), y, "after a pickle")
 
 
 @check

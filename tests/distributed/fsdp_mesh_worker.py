@@ -63,8 +63,8 @@ def sharded_data_changes_no_bit(folder: Path) -> None:
     for name in NAMES:
         split, both = cut(network(name), over), shard(cut(network(name), over), over)
         assert all(isinstance(p, DTensor) and p.device_mesh.ndim == 2 for p in both.parameters())
-        for got, want in zip(train(both), train(split), strict=True):
-            same(got, want, name)
+        for result, want in zip(train(both), train(split), strict=True):
+            same(result, want, name)
 
 
 @check
@@ -99,8 +99,8 @@ def a_layer_of_pieces_is_cut_by_both_dimensions(folder: Path) -> None:
         split, both = (parallelize_module(layer(name), over["model"], LAYER) for _ in range(2))
         fully_shard(both, mesh=over["data"])
         assert both.layernorm_mlp.fc1.gate_weight.device_mesh.ndim == 2
-        for got, want in zip(train(both, (2, 16, 64)), train(split, (2, 16, 64)), strict=True):
-            same(got, want, name)
+        for result, want in zip(train(both, (2, 16, 64)), train(split, (2, 16, 64)), strict=True):
+            same(result, want, name)
         assert [row.reason for row in duotone.plan(both)] == [row.reason for row in duotone.plan(split)]
     again = fully_shard(parallelize_module(layer(name), over["model"], LAYER), mesh=over["data"])
     set_model_state_dict(again, get_model_state_dict(both, options=options), options=options)
@@ -131,8 +131,8 @@ def replicated_shards_give_the_bits_of_one_process(folder: Path) -> None:
             duotone.convert_parameters(single, recipe)
         for layer in (both[0], both[2], both):
             fully_shard(layer, mesh=over)
-        for got, want in zip(train(both), train(single), strict=True):
-            same(got, want, f"{name}, {way}")
+        for result, want in zip(train(both), train(single), strict=True):
+            same(result, want, f"{name}, {way}")
 
 
 @check
@@ -144,8 +144,8 @@ def shards_that_one_rank_holds_alone_are_whole(folder: Path) -> None:
             duotone.convert_parameters(single, recipes.load(name))
         for layer in (both[0], both[2], both):
             fully_shard(layer, mesh=over)
-        for got, want in zip(train(both), train(single), strict=True):
-            same(got, want, name)
+        for result, want in zip(train(both), train(single), strict=True):
+            same(result, want, name)
 
 
 @check
@@ -198,8 +198,8 @@ def quantized_weights_of_parallel_modules_shard_over_data(folder: Path) -> None:
         for weight in whole:
             weight[: len(weight) // 4] *= 4  # the shards' own amaxes differ
         split, both = parallel_pair(over, name, whole), shard(parallel_pair(over, name, whole), over)
-        for got, want in zip(train(both), train(split), strict=True):
-            same(got, want, name)
+        for result, want in zip(train(both), train(split), strict=True):
+            same(result, want, name)
         refuses_to_save(both, folder)
         single = network(name)
         with torch.no_grad():
@@ -220,16 +220,16 @@ def quantized_weights_are_cut_by_both_dimensions(folder: Path) -> None:
         single = duotone.convert_parameters(network(name), recipe)
         split, both = (duotone.convert_parameters(cut(network(name), over), recipe) for _ in range(2))
         for at, dim in ((0, 0), (2, 1)):
-            want, got = single[at].weight.planes.rowwise, split[at].weight._local_tensor.planes.rowwise
+            want, result = single[at].weight.planes.rowwise, split[at].weight._local_tensor.planes.rowwise
             ranks = (over["model"].size(), over["model"].get_local_rank())
-            same(got.dequantize(torch.float32), want.dequantize(torch.float32).chunk(ranks[0], dim)[ranks[1]], name)
+            same(result.dequantize(torch.float32), want.dequantize(torch.float32).chunk(ranks[0], dim)[ranks[1]], name)
         results = train(shard(both, over))
         assert type(both[0].weight._local_tensor) is duotone.QuantizedTensor
-        for got, want in zip(results, train(split) if name != "fp8-rowwise" else (), strict=name != "fp8-rowwise"):
-            same(got, want, name)
-        for got, want in zip(results, train(single), strict=True):
+        for result, want in zip(results, train(split) if name != "fp8-rowwise" else (), strict=name != "fp8-rowwise"):
+            same(result, want, name)
+        for result, want in zip(results, train(single), strict=True):
             torch.testing.assert_close(
-                got.float(),
+                result.float(),
                 (want.dequantize() if isinstance(want, duotone.QuantizedTensor) else want).float(),
                 rtol=2.0**-4,
                 atol=2.0**-6,
@@ -250,8 +250,8 @@ def weights_that_tensor_parallelism_cuts_travel_as_planes(folder: Path) -> None:
     for name in ("fp8-current", "mxfp8", "fp8-rowwise", "nvfp4", "fp8-delayed"):
         split, both = (cut(network(name), over) for _ in range(2))
         shard(duotone.gather_quantized(both), over)
-        for got, want in zip(train(both), train(split), strict=True):
-            same(got, want, name)
+        for result, want in zip(train(both), train(split), strict=True):
+            same(result, want, name)
         assert all(hasattr(both[at].weight._local_tensor, "fsdp_pre_all_gather") for at in (0, 2)), name
 
 

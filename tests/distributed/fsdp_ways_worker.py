@@ -78,10 +78,10 @@ def each_gather_sends_the_plane_that_its_pass_reads(folder: Path) -> None:
     mixed = RuleRecipe(rules=(Rule(fprop="mxfp8_e4m3", dgrad="nvfp4", wgrad="mxfp8_e4m3"),))
     cases = [(recipes.load(name), share, share) for name, share in OF_PASSES.items()]
     cases += [(HYBRID, EIGHT_BITS, EIGHT_BITS), (mixed, EIGHT_BITS, FOUR_BITS)]
-    for (recipe, forward, backward), held in itertools.product(cases, (True, False)):
+    for (recipe, forward, backward), is_quantized in itertools.product(cases, (True, False)):
         m = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))).bfloat16()
         duotone.convert(m, recipe, rules=())
-        if held:
+        if is_quantized:
             duotone.convert_parameters(m, recipe)
         else:
             duotone.gather_quantized(m)
@@ -92,9 +92,9 @@ def each_gather_sends_the_plane_that_its_pass_reads(folder: Path) -> None:
                 m(torch.randn(32, 256).bfloat16()).sum().backward()
             sent = [bytes / size for bytes in traffic.gathers]
             assert len(sent) == 6 and max(sent[:3]) <= forward and max(sent[3:]) <= backward, (recipe.name, sent)
-            count = 0 if held else is_first + (recipe.name in AGREED)
+            count = 0 if is_quantized else is_first + (recipe.name in AGREED)
             assert traffic.reduce.call_count == count, recipe.name
-            for parameter in m.parameters() if not held else ():
+            for parameter in m.parameters() if not is_quantized else ():
                 with torch.no_grad():
                     parameter.mul_(2)
 
@@ -206,15 +206,15 @@ WAYS: dict[str, Ways] = {
 @check
 def every_way_to_shard_gives_the_bits_of_one_process(folder: Path) -> None:
     mesh = checks.mesh()
-    for name, held in (*((name, True) for name in STEPS_OF), ("fp8-rowwise", False)):
-        single = steps(model(recipes.load(name), held=held))
+    for name, is_quantized in (*((name, True) for name in STEPS_OF), ("fp8-rowwise", False)):
+        single = steps(model(recipes.load(name), is_quantized=is_quantized))
         for way, apply in WAYS.items():
-            m = model(recipes.load(name), held=held)
-            if not held:
+            m = model(recipes.load(name), is_quantized=is_quantized)
+            if not is_quantized:
                 duotone.gather_quantized(m)
             apply(m, mesh)
-            for got, want in zip(steps(m), single, strict=True):
-                same(got.to(want.dtype), want, f"{name}, {way}, {held}")
+            for result, want in zip(steps(m), single, strict=True):
+                same(result.to(want.dtype), want, f"{name}, {way}, {is_quantized}")
 
 
 def low_precision(m: nn.Module) -> nn.Module:
@@ -241,41 +241,44 @@ def mixed(m: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
 def mixed_precision_encodes_what_one_process_encodes(folder: Path) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     x, y = torch.randn(64, 128).bfloat16(), torch.randn(64, 256).bfloat16()
-    for name, held in itertools.product(("mxfp8", "fp8-current"), (True, False)):  # copies restart random numbers
-        m = duotone.convert(model(recipes.load(name), held=False).float(), recipes.load(name))
-        one = duotone.convert_parameters(m, recipes.load(name)) if held else m
+    # Copies restart random numbers.
+    for name, is_quantized in itertools.product(("mxfp8", "fp8-current"), (True, False)):
+        m = duotone.convert(model(recipes.load(name), is_quantized=False).float(), recipes.load(name))
+        one = duotone.convert_parameters(m, recipes.load(name)) if is_quantized else m
         many = copy.deepcopy(one)
-        if not held:
+        if not is_quantized:
             duotone.gather_quantized(many)
         for layer in (many[0], many[2], many):
             fully_shard(layer, mp_policy=policy)
         assert all(p.dtype == torch.float32 for p in many.parameters())
-        for got, want in zip(mixed(many, x, y), mixed(one, x, y), strict=True):
-            same(got, want, f"{name}, {held}")
+        for result, want in zip(mixed(many, x, y), mixed(one, x, y), strict=True):
+            same(result, want, f"{name}, {is_quantized}")
 
 
 @check
 def a_model_on_meta_is_sharded_before_it_has_values(folder: Path) -> None:
-    for name, held in itertools.product(STEPS_OF, (True, False)):
+    for name, is_quantized in itertools.product(STEPS_OF, (True, False)):
         recipe = recipes.load(name)
-        one = model(recipe, held=held)
+        one = model(recipe, is_quantized=is_quantized)
         with torch.device("meta"):
             m = nn.Sequential(nn.Linear(128, 256, bias=False), nn.ReLU(), nn.Linear(256, 256)).bfloat16()
         duotone.convert(m, recipe)
-        if held:
+        if is_quantized:
             duotone.convert_parameters(m, recipe)
         else:
             duotone.gather_quantized(m)
         for layer in (m[0], m[2], m):
             fully_shard(layer, reshard_after_forward=True)
         m.to_empty(device=checks.DEVICE)
-        values = {key: value.to(torch.bfloat16) for key, value in model(recipe, held=False).state_dict().items()}
+        values = {
+            key: value.to(torch.bfloat16) for key, value in model(recipe, is_quantized=False).state_dict().items()
+        }
         set_model_state_dict(m, values, options=StateDictOptions(full_state_dict=True))
         with Traffic() as traffic:
-            got = once(m)
+            result = once(m)
         assert len(traffic.gathers) == 4, traffic.gathers  # of two layers, in two passes
-        assert sum(traffic.gathers) < 0.7 * 2 * (256 * 128 + 256 * 256), (name, held, traffic.gathers)
-        same(got, once(one), f"{name}, {held}")
+        assert sum(traffic.gathers) < 0.7 * 2 * (256 * 128 + 256 * 256), (name, is_quantized, traffic.gathers)
+        same(result, once(one), f"{name}, {is_quantized}")
 
 
 def once(m: nn.Module) -> Tensor:
@@ -288,22 +291,22 @@ def once(m: nn.Module) -> Tensor:
 
 @check
 def equal_blocks_share_a_graph_that_reads_the_plane_of_each_pass(folder: Path) -> None:
-    for name, held in (("mxfp8", True), ("fp8-current", False)):
+    for name, is_quantized in (("mxfp8", True), ("fp8-current", False)):
         torch._dynamo.reset()
         counters.clear()
         m = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(2))).bfloat16()
         duotone.convert(m, recipes.load(name), rules=())
-        if held:
+        if is_quantized:
             duotone.convert_parameters(m, recipes.load(name))
         one = copy.deepcopy(m)
-        if not held:
+        if not is_quantized:
             duotone.gather_quantized(m)
         for layer in m:
             layer.compile(backend="aot_eager", fullgraph=True)
             fully_shard(layer, reshard_after_forward=True)
         fully_shard(m)
         for _ in range(2):
-            same(once(m), once(one), f"{name}, {held}")
+            same(once(m), once(one), f"{name}, {is_quantized}")
         assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
 
 
@@ -346,19 +349,19 @@ class PartRecomputed(nn.Module):
 @check
 def recomputes_of_compiled_code_read_planes_that_were_gathered(folder: Path) -> None:
     """Scales per row: each plane travels alone, and its cast is short to trace."""
-    for held, inside in ((True, True), (True, False), (False, True)):
+    for is_quantized, inside in ((True, True), (True, False), (False, True)):
         torch._dynamo.reset()
         m = duotone.convert(nn.Sequential(PartRecomputed(128)).bfloat16(), ROWWISE, rules=())
-        if held:
+        if is_quantized:
             duotone.convert_parameters(m, ROWWISE)
         one = copy.deepcopy(m)
-        if not held:
+        if not is_quantized:
             duotone.gather_quantized(m)
         (m[0] if inside else m[0].part).compile(backend="aot_eager", fullgraph=True)
         fully_shard(m[0], reshard_after_forward=True)
         fully_shard(m)
         for _ in range(2):
-            same(once(m), once(one), f"{held}, {inside}")
+            same(once(m), once(one), f"{is_quantized}, {inside}")
 
 
 @check
@@ -408,7 +411,7 @@ def backward_reads_of_gathered_weights_what_it_reads_in_one_process(folder: Path
 
 @check
 def states_and_checkpoints_of_plain_weights_stay_plain(folder: Path) -> None:
-    m = duotone.gather_quantized(model(recipes.load("fp8-current"), held=False))
+    m = duotone.gather_quantized(model(recipes.load("fp8-current"), is_quantized=False))
     for layer in (m[0], m[2], m):
         fully_shard(layer)
     once(m)
@@ -424,7 +427,7 @@ def states_and_checkpoints_of_plain_weights_stay_plain(folder: Path) -> None:
 @check
 def codes_of_plain_weights_outlive_no_gather(folder: Path) -> None:
     """From a forward to its backward each rank would keep its half of the model in FP8 beside its shards."""
-    m = duotone.gather_quantized(model(recipes.load("fp8-current"), held=False))
+    m = duotone.gather_quantized(model(recipes.load("fp8-current"), is_quantized=False))
     split(m, checks.mesh(), reshard_after_forward=True)
 
     def bytes_of_codes() -> int:
@@ -443,14 +446,14 @@ def codes_of_plain_weights_outlive_no_gather(folder: Path) -> None:
 @check
 def a_model_that_nothing_holds_is_freed(folder: Path) -> None:
     """A tensor and its views hold each other in C++, where Python's collector does not look."""
-    for held in (True, False):
-        m = model(recipes.load("fp8-current"), held=held)
-        split(m if held else duotone.gather_quantized(m), checks.mesh())
+    for is_quantized in (True, False):
+        m = model(recipes.load("fp8-current"), is_quantized=is_quantized)
+        split(m if is_quantized else duotone.gather_quantized(m), checks.mesh())
         once(m)
         weight = weakref.ref(m[0].weight)
         del m
         gc.collect()
-        assert weight() is None, held
+        assert weight() is None, is_quantized
 
 
 @check
@@ -458,7 +461,7 @@ def writes_through_data_reach_the_next_forward(folder: Path) -> None:
     """As those of averaged weights that stand in for a while. They leave no version on the parameter."""
     x = torch.randn(64, 128).bfloat16()
     for name in ("fp8-current", "fp8-rowwise"):
-        one, m = (model(recipes.load(name), held=False) for _ in range(2))
+        one, m = (model(recipes.load(name), is_quantized=False) for _ in range(2))
         split(duotone.gather_quantized(m), checks.mesh())
         for factor in (1, 4, 0.5):
             for parameter in (*one.parameters(), *m.parameters()):
@@ -474,8 +477,8 @@ def quantized_shards_stay_quantized_under_another_dtype(folder: Path) -> None:
         for each in (one, m):
             each.float()
         assert all(type(each._local_tensor) is duotone.QuantizedTensor for each in (m[0].weight, m[2].weight))
-        for got, want in zip(steps(m), steps(one), strict=True):
-            same(got, want, name)
+        for result, want in zip(steps(m), steps(one), strict=True):
+            same(result, want, name)
 
 
 @check
@@ -505,8 +508,8 @@ def ranks_that_would_gather_other_planes_are_told(folder: Path) -> None:
     """Under other recipes of autocast. A gather of other sizes would hang."""
     m = duotone.gather_quantized(shard_of("mxfp8"))
     with duotone.autocast(recipe=recipes.load("mxfp8" if dist.get_rank() else "fp8-current")):
-        told = refusal(lambda: m(torch.randn(4, 128).bfloat16()))
-    assert "would gather other planes: rank" in told and "mxfp8_e4m3" in told, told
+        message = refusal(lambda: m(torch.randn(4, 128).bfloat16()))
+    assert "would gather other planes: rank" in message and "mxfp8_e4m3" in message, message
 
 
 def trained(m: nn.Module, rows: int) -> list[Tensor]:
@@ -554,8 +557,8 @@ def uneven_shards_and_delayed_scales_give_the_bits_of_one_process(folder: Path) 
         one = converted(name, rows)
         m = duotone.gather_quantized(copy.deepcopy(one))
         split(m, checks.mesh(), reshard_after_forward=True)
-        for got, want in zip(trained(m, rows), trained(one, rows), strict=True):
-            same(got, want, name)
+        for result, want in zip(trained(m, rows), trained(one, rows), strict=True):
+            same(result, want, name)
         with Traffic() as traffic:
             m(torch.randn(32, 128).bfloat16())
         assert traffic.gathers[1] * dist.get_world_size() < 0.7 * 2 * 128 * rows, (name, traffic.gathers)
@@ -564,7 +567,7 @@ def uneven_shards_and_delayed_scales_give_the_bits_of_one_process(folder: Path) 
 @check
 def compiled_code_takes_no_gathered_weights_under_delayed_scales(folder: Path) -> None:
     torch._dynamo.reset()
-    m = duotone.gather_quantized(model(recipes.load("fp8-delayed"), held=False))
+    m = duotone.gather_quantized(model(recipes.load("fp8-delayed"), is_quantized=False))
     m[2].compile(backend="aot_eager", fullgraph=True)
     split(m, checks.mesh())
     try:
@@ -585,12 +588,12 @@ def compiled_code_takes_no_gathered_weights_under_delayed_scales(folder: Path) -
 @check
 def nan_on_one_rank_is_the_nan_of_one_process(folder: Path) -> None:
     mesh = checks.mesh()
-    for (name, held), bad in itertools.product(
+    for (name, is_quantized), bad in itertools.product(
         itertools.product((*STEPS_OF, "fp8-rowwise", "fp8-block"), (True, False)), (math.nan, math.inf)
     ):
-        one = model(recipes.load(name), held=held)
-        m = model(recipes.load(name), held=held)
-        if not held:
+        one = model(recipes.load(name), is_quantized=is_quantized)
+        m = model(recipes.load(name), is_quantized=is_quantized)
+        if not is_quantized:
             duotone.gather_quantized(m)
         split(m, mesh)
         values = torch.randn(256, 128).bfloat16()
@@ -598,21 +601,21 @@ def nan_on_one_rank_is_the_nan_of_one_process(folder: Path) -> None:
         with torch.no_grad():
             one[0].weight.copy_(values)
             m[0].weight.copy_(distribute_tensor(values, mesh, m[0].weight.placements))
-        same(once(m), once(one), f"{name}, {held}, {bad}")
+        same(once(m), once(one), f"{name}, {is_quantized}, {bad}")
         x = torch.randn(64, 128).bfloat16()
-        same(m(x), one(x), f"{name}, {held}, {bad}")
+        same(m(x), one(x), f"{name}, {is_quantized}, {bad}")
 
 
 @check
 def ranks_with_other_recipes_are_told_when_they_shard(folder: Path) -> None:
-    for held in (True, False):
-        m = model(recipes.load("mxfp8" if dist.get_rank() else "fp8-current"), held=held)
+    for is_quantized in (True, False):
+        m = model(recipes.load("mxfp8" if dist.get_rank() else "fp8-current"), is_quantized=is_quantized)
         message = refusal(lambda m=m: fully_shard(m))
         assert "rank 0 those of [0: fp8-current" in message and "rank 1 those of [0: mxfp8" in message, message
 
 
 def shard_of(name: str) -> nn.Module:
-    m = model(recipes.load(name), held=False)
+    m = model(recipes.load(name), is_quantized=False)
     fully_shard(m)
     return m
 

@@ -58,17 +58,17 @@ def compare(recipe: Recipe, optimizer: Callable[[nn.Module], Optimizer | None] =
     single = copy.deepcopy(sharded)
     shard(sharded)
     results = [functools.reduce(operator.iadd, train(m, optimizer=optimizer(m)), []) for m in (sharded, single)]
-    for got, want in zip(*results, strict=True):
-        same(got, want, "losses and gradients")
+    for result, want in zip(*results, strict=True):
+        same(result, want, "losses and gradients")
     rank, world = dist.get_rank(), dist.get_world_size()
-    for mine, whole in zip(sharded.parameters(), single.parameters(), strict=True):
-        piece, local = whole.chunk(world)[rank], mine._local_tensor
+    for parameter, whole in zip(sharded.parameters(), single.parameters(), strict=True):
+        piece, local = whole.chunk(world)[rank], parameter._local_tensor
         if not hasattr(whole, "planes"):
             same(local, piece, "bias")
             continue
-        for got, want in zip(local.planes, piece.planes, strict=True):
+        for result, want in zip(local.planes, piece.planes, strict=True):
             for name, part in want.parts.items():
-                same(got.parts[name], part, f"{want.format.name} {name}")
+                same(result.parts[name], part, f"{want.format.name} {name}")
     return sharded
 
 
@@ -119,21 +119,21 @@ def plain_weights_that_backward_encodes_again(folder: Path) -> None:
     for name in ("mxfp8", "fp8-delayed"):
         for again in (True, False):
             recipe = dataclasses.replace(recipes.load(name), recompute_columnwise=again)
-            sharded = model(recipe, held=False)
+            sharded = model(recipe, is_quantized=False)
             single = copy.deepcopy(sharded)
             shard(sharded)
-            for got, want in zip(*(train(m)[0] + train(m)[1] for m in (sharded, single)), strict=True):
-                same(got, want, f"losses and gradients, {name}, {again}")
+            for result, want in zip(*(train(m)[0] + train(m)[1] for m in (sharded, single)), strict=True):
+                same(result, want, f"losses and gradients, {name}, {again}")
 
 
 @check
 def a_monitored_run_has_the_same_bits_and_a_file_for_each_rank(folder: Path) -> None:
-    plain, watched = (shard(model(recipes.load("mxfp8"), held=False)) for _ in range(2))
+    plain, watched = (shard(model(recipes.load("mxfp8"), is_quantized=False)) for _ in range(2))
     expected = train(plain)
     with duotone.observe.Monitor(watched, folder / "monitor.jsonl", every=2) as monitor:
         results = train(watched, after=monitor.step)
-    for got, want in zip(results[0] + results[1], expected[0] + expected[1], strict=True):
-        same(got, want)
+    for result, want in zip(results[0] + results[1], expected[0] + expected[1], strict=True):
+        same(result, want)
     rank = dist.get_rank()
     lines = (folder / f"monitor{f'.rank{rank}' if rank else ''}.jsonl").read_text().splitlines()
     rows = {(row["step"], row["module"], row["role"]) for row in map(json.loads, lines)}
@@ -166,10 +166,10 @@ def adamw_updates_shards_as_one_process_updates_the_whole(folder: Path) -> None:
 
         compare(recipes.load(name), adamw)
         sharded, single = (list(optimizer.state.values()) for optimizer in optimizers)
-        for mine, whole in zip(sharded, single, strict=True):
+        for state, whole in zip(sharded, single, strict=True):
             for key in ("exp_avg", "exp_avg_sq", "master"):
-                assert isinstance(mine[key], DTensor) and mine[key].dtype == torch.float32
-                same(mine[key].full_tensor(), whole[key], f"{name} {key}")
+                assert isinstance(state[key], DTensor) and state[key].dtype == torch.float32
+                same(state[key].full_tensor(), whole[key], f"{name} {key}")
         with mock.patch.object(collectives, "all_reduce", wraps=collectives.all_reduce) as agreed:
             optimizers[0].step()
         assert agreed.call_count == agreements, (name, agreed.call_count)
@@ -217,8 +217,8 @@ def masters_cut_anywhere_write_the_bits_of_whole_ones(folder: Path) -> None:
         equal_parts(weight, same_as)
 
 
-def equal_parts(got: Tensor, want: Tensor) -> None:
-    for a, b in zip(getattr(got, "parts", [got]), getattr(want, "parts", [want]), strict=True):
+def equal_parts(result: Tensor, want: Tensor) -> None:
+    for a, b in zip(getattr(result, "parts", [result]), getattr(want, "parts", [want]), strict=True):
         same(a, b)
 
 
@@ -230,8 +230,8 @@ def reshard_after_forward_off_is_the_same(folder: Path) -> None:
     for layer in (saved[0], saved[2]):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     fully_shard(saved, mesh=mesh, reshard_after_forward=False)
-    for got, want in zip(*(functools.reduce(operator.iadd, train(m), []) for m in (saved, whole)), strict=True):
-        same(got, want)
+    for result, want in zip(*(functools.reduce(operator.iadd, train(m), []) for m in (saved, whole)), strict=True):
+        same(result, want)
 
 
 @check
@@ -312,15 +312,15 @@ def written_as_one_process_writes(recipe: Recipe, write, mesh: DeviceMesh) -> No
     write(sharded, values)
     single.load_state_dict(values)
     rank, world = dist.get_rank(), dist.get_world_size()
-    for mine, whole in zip(sharded.parameters(), single.parameters(), strict=True):
+    for parameter, whole in zip(sharded.parameters(), single.parameters(), strict=True):
         if hasattr(whole, "planes"):
             piece = whole.chunk(world)[rank]
-            for got, want in zip(mine._local_tensor.planes, piece.planes, strict=True):
+            for result, want in zip(parameter._local_tensor.planes, piece.planes, strict=True):
                 for name, part in want.parts.items():
-                    same(got.parts[name], part, f"{want.format.name} {name}")
+                    same(result.parts[name], part, f"{want.format.name} {name}")
     x, dy = torch.randn(64, 128).bfloat16(), torch.randn(64, 256).bfloat16()
-    for got, want, what in zip(once(sharded, x, dy), once(single, x, dy), ("y", "dx"), strict=True):
-        same(got, want, what)
+    for result, want, what in zip(once(sharded, x, dy), once(single, x, dy), ("y", "dx"), strict=True):
+        same(result, want, what)
 
 
 @check

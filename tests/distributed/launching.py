@@ -75,9 +75,9 @@ def torchrun(script: Path, *arguments: object, restarts: int = 0) -> subprocess.
         *map(str, arguments),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process
 
 
 def launch(

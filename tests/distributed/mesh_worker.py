@@ -76,11 +76,11 @@ def data(name: str, out: int | None = None) -> tuple[Tensor, Tensor]:
     return x, dy
 
 
-def near_sum(got: DTensor, want: Tensor, what: str) -> None:
+def near_sum(result: DTensor, want: Tensor, what: str) -> None:
     """A sum over the ranks: one bf16 rounding (2^-8) of each part, and one for each addition."""
-    assert got.placements == (Partial(),), f"{what}: {got.placements}"
+    assert result.placements == (Partial(),), f"{what}: {result.placements}"
     parts = [torch.empty_like(want) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, got.to_local().contiguous())
+    dist.all_gather(parts, result.to_local().contiguous())
     bound = 2.0**-7 * sum(part.double().abs() for part in parts)
     worst = ((sum(part.double() for part in parts) - want.double()).abs() - bound).max()
     assert worst <= 0, f"{what}: {worst} above the bound"
@@ -95,16 +95,16 @@ def columns_equal_one_process(folder: Path) -> None:
         cut = copy.deepcopy(whole)
         distribute(cut[0], Shard(0), Shard(0))
         want = run(whole, x, dy)
-        got = run(cut, distribute_tensor(x, mesh(), [Replicate()]), distribute_tensor(dy, mesh(), [Shard(-1)]))
-        assert got[0].placements == (Shard(1),) and got[2].placements == (Shard(0),)
-        same(got[0].full_tensor(), want[0], f"{name}: output")
-        same(got[3].full_tensor(), want[3], f"{name}: gradient of the bias")
+        result = run(cut, distribute_tensor(x, mesh(), [Replicate()]), distribute_tensor(dy, mesh(), [Shard(-1)]))
+        assert result[0].placements == (Shard(1),) and result[2].placements == (Shard(0),)
+        same(result[0].full_tensor(), want[0], f"{name}: output")
+        same(result[3].full_tensor(), want[3], f"{name}: gradient of the bias")
         if name in STOCHASTIC:
-            close(got[1].full_tensor(), want[1], 0.3, f"{name}: gradient of the input")
-            close(got[2].full_tensor(), want[2], 0.3, f"{name}: gradient of the weight")
+            close(result[1].full_tensor(), want[1], 0.3, f"{name}: gradient of the input")
+            close(result[2].full_tensor(), want[2], 0.3, f"{name}: gradient of the weight")
         else:
-            near_sum(got[1], want[1], f"{name}: gradient of the input")
-            same(got[2].full_tensor(), want[2], f"{name}: gradient of the weight")
+            near_sum(result[1], want[1], f"{name}: gradient of the input")
+            same(result[2].full_tensor(), want[2], f"{name}: gradient of the weight")
 
 
 @check
@@ -116,11 +116,11 @@ def rows_equal_one_process(folder: Path) -> None:
         cut = copy.deepcopy(whole)
         distribute(cut[0], Shard(1), Replicate())
         want = run(whole, x, dy)
-        got = run(cut, distribute_tensor(x, mesh(), [Shard(1)]), distribute_tensor(dy, mesh(), [Replicate()]))
-        near_sum(got[0], want[0], f"{name}: output")
+        result = run(cut, distribute_tensor(x, mesh(), [Shard(1)]), distribute_tensor(dy, mesh(), [Replicate()]))
+        near_sum(result[0], want[0], f"{name}: output")
         for at, what in ((1, "input"), (2, "weight"), (3, "bias")):
-            same(got[at].full_tensor(), want[at], f"{name}: gradient of the {what}")
-        assert [g.placements[0] for g in got[1:]] == [Shard(1), Shard(1), Replicate()]
+            same(result[at].full_tensor(), want[at], f"{name}: gradient of the {what}")
+        assert [g.placements[0] for g in result[1:]] == [Shard(1), Shard(1), Replicate()]
 
 
 @check
@@ -148,12 +148,12 @@ def whole_weights_take_shards_of_tokens(folder: Path) -> None:
         cut = copy.deepcopy(whole)
         distribute(cut[0], Replicate(), Replicate())
         want = run(whole, x, dy)
-        got = run(cut, *(distribute_tensor(t, mesh(), [Shard(0)]) for t in (x, dy)))
-        same(got[0].full_tensor(), want[0], f"{name}: output")
-        same(got[1].full_tensor(), want[1], f"{name}: gradient of the input")
+        result = run(cut, *(distribute_tensor(t, mesh(), [Shard(0)]) for t in (x, dy)))
+        same(result[0].full_tensor(), want[0], f"{name}: output")
+        same(result[1].full_tensor(), want[1], f"{name}: gradient of the input")
         for at in (2, 3):
-            assert got[at].placements == (Replicate(),)
-            close(got[at].to_local(), want[at], 2.0**-7, f"{name}: gradient {at}")
+            assert result[at].placements == (Replicate(),)
+            close(result[at].to_local(), want[at], 2.0**-7, f"{name}: gradient {at}")
 
 
 @check
@@ -167,13 +167,13 @@ def shards_of_tokens_are_gathered_as_codes(folder: Path) -> None:
             cut = copy.deepcopy(whole)
             distribute(cut[0], Shard(0), Shard(0))
             want = run(whole, x, dy)
-            got = run(cut, distribute_tensor(x, mesh(), [Shard(dim)]), distribute_tensor(dy, mesh(), [Shard(-1)]))
+            result = run(cut, distribute_tensor(x, mesh(), [Shard(dim)]), distribute_tensor(dy, mesh(), [Shard(-1)]))
             what = f"{name} {lead}"
-            same(got[0].full_tensor(), want[0], f"{what}: output")
-            close(got[1].full_tensor(), want[1], 2.0**-7, f"{what}: gradient of the input")
-            close(got[2].full_tensor(), want[2], 2.0**-8, f"{what}: gradient of the weight")
-            same(got[3].full_tensor(), want[3], f"{what}: gradient of the bias")
-            assert got[1].placements == (Shard(dim),) and got[2].placements == (Shard(0),)
+            same(result[0].full_tensor(), want[0], f"{what}: output")
+            close(result[1].full_tensor(), want[1], 2.0**-7, f"{what}: gradient of the input")
+            close(result[2].full_tensor(), want[2], 2.0**-8, f"{what}: gradient of the weight")
+            same(result[3].full_tensor(), want[3], f"{what}: gradient of the bias")
+            assert result[1].placements == (Shard(dim),) and result[2].placements == (Shard(0),)
 
 
 @check
@@ -189,13 +189,13 @@ def sums_are_scattered_over_tokens(folder: Path) -> None:
             cut[0].scatter_dim = dim
             want = run(whole, x, dy)
             rows = Shard(dim % x.dim())
-            got = run(cut, distribute_tensor(x, mesh(), [Shard(-1)]), distribute_tensor(dy, mesh(), [rows]))
+            result = run(cut, distribute_tensor(x, mesh(), [Shard(-1)]), distribute_tensor(dy, mesh(), [rows]))
             what = f"{name} {lead}"
-            assert [g.placements[0] for g in got] == [rows, Shard(x.dim() - 1), Shard(1), Replicate()]
-            close(got[0].full_tensor(), want[0], 2.0**-7, f"{what}: output")
-            same(got[1].full_tensor(), want[1], f"{what}: gradient of the input")
-            close(got[2].full_tensor(), want[2], 2.0**-8, f"{what}: gradient of the weight")
-            close(got[3].full_tensor(), want[3], 2.0**-7, f"{what}: gradient of the bias")
+            assert [g.placements[0] for g in result] == [rows, Shard(x.dim() - 1), Shard(1), Replicate()]
+            close(result[0].full_tensor(), want[0], 2.0**-7, f"{what}: output")
+            same(result[1].full_tensor(), want[1], f"{what}: gradient of the input")
+            close(result[2].full_tensor(), want[2], 2.0**-8, f"{what}: gradient of the weight")
+            close(result[3].full_tensor(), want[3], 2.0**-7, f"{what}: gradient of the bias")
 
 
 def network(name: str) -> nn.Sequential:
@@ -231,9 +231,9 @@ def styles_train_like_one_process(folder: Path) -> None:
         parallelize_module(cut, mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
         if at % 2:
             duotone.convert(cut, recipe, rules=())
-        (got, got_grads), (want, want_grads) = train(cut), train(whole)
-        close(got, want, 5e-3, f"{name}: losses")
-        for i, (g, w) in enumerate(zip(got_grads, want_grads, strict=True)):
+        (result, grads), (want, want_grads) = train(cut), train(whole)
+        close(result, want, 5e-3, f"{name}: losses")
+        for i, (g, w) in enumerate(zip(grads, want_grads, strict=True)):
             close(g, w, 0.4 if name in STOCHASTIC else 0.1, f"{name}: gradient {i}")
         for parameter in cut.parameters():
             assert parameter.grad.placements == parameter.placements
@@ -273,9 +273,9 @@ def shards_may_be_uneven_or_empty(folder: Path) -> None:
             cut = copy.deepcopy(whole)
             distribute(cut[0], Shard(0), Shard(0))
             want = run(whole, x, dy)
-            got = run(cut, distribute_tensor(x, mesh(), [Replicate()]), distribute_tensor(dy, mesh(), [Shard(1)]))
-            same(got[0].full_tensor(), want[0], f"{name}: output")
-            same(got[2].full_tensor(), want[2], f"{name}: gradient of the weight")
+            result = run(cut, distribute_tensor(x, mesh(), [Replicate()]), distribute_tensor(dy, mesh(), [Shard(1)]))
+            same(result[0].full_tensor(), want[0], f"{name}: output")
+            same(result[2].full_tensor(), want[2], f"{name}: gradient of the weight")
 
 
 class Block(nn.Module):
@@ -314,11 +314,11 @@ def sequence_parallel_blocks_equal_one_process(folder: Path) -> None:
             cut = parallelize_module(copy.deepcopy(whole), mesh(), sequence_plan(codes))
             cut.down.scatter_dim = 1 if codes else None
             leaf, shard = x.clone().requires_grad_(), distribute_tensor(x, mesh(), [Shard(1)]).requires_grad_()
-            want, got = whole(leaf), cut(shard)
+            want, result = whole(leaf), cut(shard)
             want.backward(dy)
-            got.backward(distribute_tensor(dy, mesh(), [Shard(1)]))
-            assert got.placements == shard.grad.placements == (Shard(1),)
-            close(got.full_tensor(), want, 1e-2, f"{name}: output")
+            result.backward(distribute_tensor(dy, mesh(), [Shard(1)]))
+            assert result.placements == shard.grad.placements == (Shard(1),)
+            close(result.full_tensor(), want, 1e-2, f"{name}: output")
             close(shard.grad.full_tensor(), leaf.grad, 3e-2, f"{name}: gradient of the input")
             for (key, p), q in zip(cut.named_parameters(), whole.parameters(), strict=True):
                 close(p.grad.full_tensor(), q.grad, 3e-2, f"{name}: gradient of {key}")

@@ -97,10 +97,10 @@ def summed(parts: list[Tensor]) -> Tensor:
     return torch.stack([part.double() for part in parts]).sum(0)
 
 
-def near(got: Tensor, exact: Tensor, parts: list[Tensor], what: str) -> None:
+def near(result: Tensor, exact: Tensor, parts: list[Tensor], what: str) -> None:
     """Within one bf16 rounding (2^-8 relative) for each rank's addition to the sum."""
     bound = 2.0**-8 * torch.stack([p.double().abs() for p in parts]).sum(0) * len(parts)
-    worst = ((got.double() - exact).abs() - bound).max()
+    worst = ((result.double() - exact).abs() - bound).max()
     assert worst <= 0, f"{what}: {worst} above one rounding per rank"
 
 
@@ -175,10 +175,10 @@ def grouped_linears_of_two_ranks_compute_what_one_process_does(folder: Path) -> 
                 whole[0, 0] = whole[-1, -1] = 1.0  # the amax of both shards, for scales per tensor
                 getattr(part, f"weight{i}").copy_(piece(whole, dim))
         x = torch.randn(sum(rows), 128)
-        got, want = x.clone().requires_grad_(), x.clone().requires_grad_()
-        y, exact = row(column(got, rows), rows), down(up(want, rows), rows)
+        result, want = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, exact = row(column(result, rows), rows), down(up(want, rows), rows)
         y.sum().backward(), exact.sum().backward()
-        for a, b in ((y, exact), (got.grad, want.grad), (column.weight0.grad, piece(up.weight0.grad))):
+        for a, b in ((y, exact), (result.grad, want.grad), (column.weight0.grad, piece(up.weight0.grad))):
             distance = (a - b).norm() / b.norm()
             assert distance < bound, (name, distance)
 
@@ -194,8 +194,8 @@ def planes_that_backward_makes_again_are_those_of_forward(folder: Path) -> None:
         for original in (False, True):
             m = parallel(mode, weight, bias, recipe=lean)
             m.save_original_input = original
-            for got, right in zip(run(m, *inputs), want, strict=True):
-                same(got, right, f"{name}, {mode}, {original}")
+            for result, right in zip(run(m, *inputs), want, strict=True):
+                same(result, right, f"{name}, {mode}, {original}")
 
 
 @check
@@ -360,10 +360,10 @@ def delayed_scaling_under_sequence_parallelism_needs_the_group(folder: Path) -> 
 @check
 def ranks_with_other_recipes_are_told_at_the_first_step(folder: Path) -> None:
     x, weight, bias, _ = data()
-    mine = "mxfp8" if dist.get_rank() else "fp8-current"
+    name = "mxfp8" if dist.get_rank() else "fp8-current"
     m = parallel("column", weight, bias, recipes.load("mxfp8"))
     m(piece(x))
-    m = parallel("column", weight, bias, recipes.load(mine))
+    m = parallel("column", weight, bias, recipes.load(name))
     try:
         m(piece(x))
     except UserError as error:
@@ -397,11 +397,11 @@ def ddp_compares_the_recipes_of_its_ranks(folder: Path) -> None:
         return duotone.convert(nn.Sequential(nn.Linear(WIDE, NARROW), nn.Linear(NARROW, WIDE)), recipe, ())
 
     rank, groups = dist.get_rank(), [dist.new_group([each]) for each in range(dist.get_world_size())]
-    mine = "mxfp8" if rank else "fp8-current"
+    name = "mxfp8" if rank else "fp8-current"
     with contextlib.suppress(UserError):
-        nn.parallel.DistributedDataParallel(converted(mine))
+        nn.parallel.DistributedDataParallel(converted(name))
         raise AssertionError("ranks went on with other recipes")
-    alone = nn.parallel.DistributedDataParallel(converted(mine), process_group=groups[rank])
+    alone = nn.parallel.DistributedDataParallel(converted(name), process_group=groups[rank])
     with Wire() as wire:
         nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
         if rank:
@@ -433,10 +433,10 @@ def gradients_that_autograd_does_not_get_are_told(folder: Path) -> None:
     """Nothing would reduce them over the ranks."""
     for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
         m = nn.Sequential(duotone.Linear(WIDE, WIDE, **{option: True}))
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             nn.parallel.DistributedDataParallel(m)
-        assert any("reduces no gradient in main_grad" in str(each.message) for each in told), told
+        assert any("reduces no gradient in main_grad" in str(each.message) for each in caught), caught
         with contextlib.suppress(UserError):
             fully_shard(m, mesh=checks.mesh())
             raise AssertionError(f"FSDP2 went on with {option}")

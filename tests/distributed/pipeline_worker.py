@@ -68,7 +68,7 @@ def trained(m: nn.Module, parameters: Iterable[nn.Parameter], run: Callable[[int
     return [*results, *(value.detach().clone() for value in (*m.parameters(), *states.values()))]
 
 
-def alone(whole: nn.Sequential, mine: nn.Module, recipe: str, last_first: bool) -> list[Tensor]:
+def alone(whole: nn.Sequential, stages: nn.Module, recipe: str, last_first: bool) -> list[Tensor]:
     """What one process gets that runs all stages. Its backwards run in order, or the `last_first`."""
 
     def run(step: int) -> list[Tensor]:
@@ -83,12 +83,12 @@ def alone(whole: nn.Sequential, mine: nn.Module, recipe: str, last_first: bool) 
                     loss.backward()
         for p in whole.parameters():
             p.grad.div_(MICROBATCHES)
-        return [loss.detach() for loss in losses] if whole[-1] in mine.modules() else []
+        return [loss.detach() for loss in losses] if whole[-1] in stages.modules() else []
 
-    return trained(mine, whole.parameters(), run)
+    return trained(stages, whole.parameters(), run)
 
 
-def pipelined(name: str, stages: list[pipelining.PipelineStage], mine: nn.Module, recipe: str) -> list[Tensor]:
+def pipelined(name: str, stages: list[pipelining.PipelineStage], modules: nn.Module, recipe: str) -> list[Tensor]:
     schedule_class = pipelining.schedules.get_schedule_class(name)
     schedule = schedule_class(stages[0] if name in SINGLE else stages, MICROBATCHES, loss_fn=loss_of)
 
@@ -99,7 +99,7 @@ def pipelined(name: str, stages: list[pipelining.PipelineStage], mine: nn.Module
             schedule.step(*[x] * (dist.get_rank() == 0), target=target, losses=losses)
         return [loss.detach() for loss in losses]
 
-    return trained(mine, mine.parameters(), run)
+    return trained(modules, modules.parameters(), run)
 
 
 def pairs(  # type: ignore[no-untyped-def]
@@ -121,15 +121,17 @@ def pairs(  # type: ignore[no-untyped-def]
         )
         for part, start in zip(parts, starts, strict=True)
     ]
-    got = pipelined(name, stages, nn.ModuleList(parts), recipe)
+    result = pipelined(name, stages, nn.ModuleList(parts), recipe)
     want = alone(reference, nn.ModuleList(reference[at : at + each] for at in starts), recipe, name == "LoopedBFS")
-    assert len(got) == len(want), (len(got), len(want))
-    return [(*pair, f"{name}, {recipe}, {at} of {len(got)}") for at, pair in enumerate(zip(got, want, strict=True))]
+    assert len(result) == len(want), (len(result), len(want))
+    return [
+        (*pair, f"{name}, {recipe}, {at} of {len(result)}") for at, pair in enumerate(zip(result, want, strict=True))
+    ]
 
 
 def compare(cases: Iterable[list[tuple[Tensor, Tensor, str]]]) -> None:
-    for got, want, what in itertools.chain(*[*cases]):
-        same(got, want, what)
+    for result, want, what in itertools.chain(*[*cases]):
+        same(result, want, what)
 
 
 @check

@@ -164,11 +164,11 @@ def sequence_parallel_layers_equal_one_process(folder: Path) -> None:
         cut.self_attention.proj.scatter_dim = cut.layernorm_mlp.fc2.scatter_dim = 0
         x, dy = (torch.randn(64, 2, 64).to(dtype(recipe)) for _ in range(2))
         leaf, shard = x.clone().requires_grad_(), distribute_tensor(x, mesh(), [Shard(0)]).requires_grad_()
-        want, got = whole(leaf), cut(shard)
+        want, result = whole(leaf), cut(shard)
         want.backward(dy)
-        got.backward(distribute_tensor(dy, mesh(), [Shard(0)]))
-        assert got.placements == shard.grad.placements == (Shard(0),)
-        close(got, want, BOUND[recipe], f"{recipe}: output")
+        result.backward(distribute_tensor(dy, mesh(), [Shard(0)]))
+        assert result.placements == shard.grad.placements == (Shard(0),)
+        close(result, want, BOUND[recipe], f"{recipe}: output")
         close(shard.grad, leaf.grad, BOUND[recipe], f"{recipe}: gradient of the input")
         for (name, p), q in zip(cut.named_parameters(), whole.parameters(), strict=True):
             assert p.grad.placements == p.placements

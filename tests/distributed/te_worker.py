@@ -179,22 +179,22 @@ def fused_adam_updates_shards_as_one_process_updates_the_whole(folder: Path) -> 
             dcp.load(states, checkpoint_id=folder / "dcp")
             set_model_state_dict(model, states["model"])
             set_optimizer_state_dict(model, adam, states["adam"])
-        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            theirs.grad = torch.randn(theirs.shape, generator=seeded(step))
-            grad = DTensor.from_local(piece(theirs.grad).to(mine.dtype), mine.device_mesh, mine.placements)
-            theirs.grad = grad.full_tensor().to(theirs.dtype)
-            mine.grad = grad
+        for shard, twin in zip(model.parameters(), reference.parameters(), strict=True):
+            twin.grad = torch.randn(twin.shape, generator=seeded(step))
+            grad = DTensor.from_local(piece(twin.grad).to(shard.dtype), shard.device_mesh, shard.placements)
+            twin.grad = grad.full_tensor().to(twin.dtype)
+            shard.grad = grad
         adam.step(), oracle.step()
     full = get_optimizer_state_dict(model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        if mine.dtype == torch.bfloat16 or name == "0.weight":
-            master = adam.get_unscaled_state(mine, "master_param").full_tensor()
-            assert torch.allclose(master, theirs, rtol=1e-5, atol=1e-6), name
+    for (name, shard), twin in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if shard.dtype == torch.bfloat16 or name == "0.weight":
+            master = adam.get_unscaled_state(shard, "master_param").full_tensor()
+            assert torch.allclose(master, twin, rtol=1e-5, atol=1e-6), name
             if dist.get_rank() == 0:
                 assert torch.equal(full["state"][name]["master_param"], master.cpu())
-        whole = mine.full_tensor()
+        whole = shard.full_tensor()
         whole = whole.dequantize() if isinstance(whole, te.QuantizedTensor) else whole.float()
-        assert torch.allclose(whole, theirs, rtol=2**-3 if name == "0.weight" else 2**-7, atol=1e-2), name
+        assert torch.allclose(whole, twin, rtol=2**-3 if name == "0.weight" else 2**-7, atol=1e-2), name
 
 
 @check
@@ -223,9 +223,9 @@ def whole_states_are_refused_for_shards_and_load_as_the_error_tells(folder: Path
     options = StateDictOptions(full_state_dict=True)
     full = get_optimizer_state_dict(models[0], adam, options=options)
     set_optimizer_state_dict(models[1], other, full, options=options)
-    for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        for name in ("exp_avg", "exp_avg_sq", *(["master"] if "master" in adam.state[mine] else [])):
-            assert torch.equal(adam.state[mine][name].to_local(), other.state[theirs][name].to_local()), name
+    for shard, twin in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq", *(["master"] if "master" in adam.state[shard] else [])):
+            assert torch.equal(adam.state[shard][name].to_local(), other.state[twin][name].to_local()), name
     step(models[1], other)
 
 

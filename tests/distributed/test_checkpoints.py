@@ -13,7 +13,7 @@ from duotone.distributed import latest, load
 WORKER = "checkpoint_worker.py"
 
 
-def test_checkpoints(failures) -> None:
+def test_every_check_of_the_worker_passes_on_all_ranks(failures) -> None:
     assert not [text for text in (failures(WORKER, one) for one in names(WORKER)) if text]
 
 

@@ -5,5 +5,5 @@ from launching import names
 WORKER = "expert_worker.py"
 
 
-def test_experts(failures) -> None:
+def test_every_check_of_the_worker_passes_on_all_ranks(failures) -> None:
     assert not [text for text in (failures(WORKER, one) for one in names(WORKER)) if text]

@@ -7,7 +7,7 @@ from duotone import QuantizedTensor
 WORKER = "fsdp_worker.py"
 
 
-def test_fsdp(failures, check) -> None:
+def test_every_check_of_the_worker_passes_on_all_ranks(failures, check) -> None:
     assert not failures(WORKER, check)
 
 

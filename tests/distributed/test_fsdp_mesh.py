@@ -5,5 +5,5 @@ from launching import names
 WORKER = "fsdp_mesh_worker.py"
 
 
-def test_fsdp_mesh(failures) -> None:
+def test_every_check_of_the_worker_passes_on_all_ranks(failures) -> None:
     assert not [text for text in (failures(WORKER, one) for one in names(WORKER)) if text]

@@ -26,7 +26,7 @@ from duotone.tensor import BOTH, LOCAL, Planes, QuantizeContext, Usage
 WORKER = "test_new_format.py"
 
 
-def test_new_format(failures, check) -> None:
+def test_every_check_of_the_worker_passes_on_all_ranks(failures, check) -> None:
     assert not failures(WORKER, check)
 
 
@@ -107,13 +107,13 @@ def multiplies(folder: Path) -> None:
         [plane.dequantize(torch.float64) for plane in ClippingQuantizer(NEW, NEW).encode(t)]
         for t in (h, layer.weight.detach(), dy)
     )
-    for got, a, b, extra in (
+    for result, a, b, extra in (
         (y, hr, wr.t(), layer.bias),
         (leaf.grad, gr, wc.t(), None),
         (layer.weight.grad, gc, hc.t(), None),
     ):
         exact = a @ b + (0 if extra is None else extra.double())
-        assert (got.double() - exact).abs().max() <= 2.0**-8 * (a.abs() @ b.abs()).max()  # one bf16 rounding
+        assert (result.double() - exact).abs().max() <= 2.0**-8 * (a.abs() @ b.abs()).max()  # one bf16 rounding
 
 
 @check
@@ -122,8 +122,8 @@ def is_tapped(folder: Path) -> None:
     m = model()
     with duotone.autocast(recipe=observe.with_statistics(RECIPE, store)):
         tapped = grads(m)
-    for got, want in zip(tapped, grads(m), strict=True):
-        same(got, want)
+    for result, want in zip(tapped, grads(m), strict=True):
+        same(result, want)
     rows = store.rows()
     assert len(rows) == 12 and {row["format"] for row in rows} == {"mx_e3m4_1x64"}
     x = batch()[0].double().clamp(-LIMIT, LIMIT)
@@ -164,11 +164,11 @@ def shards(folder: Path) -> None:
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-    for got, want in zip(losses[:3], losses[3:], strict=True):
-        same(got, want)
-    for mine, whole in zip(sharded.parameters(), single.parameters(), strict=True):
+    for result, want in zip(losses[:3], losses[3:], strict=True):
+        same(result, want)
+    for parameter, whole in zip(sharded.parameters(), single.parameters(), strict=True):
         piece = whole.chunk(dist.get_world_size())[dist.get_rank()]
-        same(mine._local_tensor.detach().clone().to(torch.float32), piece.detach().to(torch.float32))
+        same(parameter._local_tensor.detach().clone().to(torch.float32), piece.detach().to(torch.float32))
 
 
 @check
@@ -178,8 +178,8 @@ def compiles_whole(folder: Path) -> None:
     eager = model()
     compiled = copy.deepcopy(eager)
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
-    for got, want in zip(grads(compiled, run), grads(eager), strict=True):
-        same(got, want)
+    for result, want in zip(grads(compiled, run), grads(eager), strict=True):
+        same(result, want)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from duotone.errors import UserError
 WORKER = "parallel_worker.py"
 
 
-def test_parallel(failures, check) -> None:
+def test_every_check_of_the_worker_passes_on_all_ranks(failures, check) -> None:
     assert not failures(WORKER, check)
 
 

@@ -3,5 +3,5 @@
 WORKER = "te_worker.py"
 
 
-def test_te(failures, check) -> None:
+def test_every_check_of_the_worker_passes_on_all_ranks(failures, check) -> None:
     assert not failures(WORKER, check)

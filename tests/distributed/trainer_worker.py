@@ -70,7 +70,7 @@ def losses_are_those_of_one_process_up_to_the_order_of_sums(folder: Path) -> Non
         config = trainer.config
         one = Trainer(config, recipes.load(recipe), corpus())
         pairs = list(zip(losses, on_one_rank(functools.partial(losses_of, one)), strict=True))
-        assert all(abs(got - want) < 4e-3 * want for got, want in pairs), (parallel, pairs)
+        assert all(abs(result - want) < 4e-3 * want for result, want in pairs), (parallel, pairs)
         assert {row.module for row in trainer.plan()} == {row.module for row in one.plan()}
         assert len(trainer.ranks()) == WORLD
         expected, wire = forecast(config, recipes.load(recipe), parallel), trainer.wire
@@ -78,8 +78,8 @@ def losses_are_those_of_one_process_up_to_the_order_of_sums(folder: Path) -> Non
         for what in ("gathered", "exchanged", "reduced"):
             bytes_of_ranks = torch.tensor(float(getattr(wire, what)))  # a router gives ranks different rows
             dist.all_reduce(bytes_of_ranks)
-            got, want = bytes_of_ranks.item() / WORLD, getattr(expected, what)
-            assert abs(got - want) <= 0.05 * want, f"{parallel}, {recipe}: {what} {got}, predicted {want}"
+            result, want = bytes_of_ranks.item() / WORLD, getattr(expected, what)
+            assert abs(result - want) <= 0.05 * want, f"{parallel}, {recipe}: {what} {result}, predicted {want}"
 
 
 @check
@@ -88,12 +88,12 @@ def the_command_compares_recipes_over_all_ranks(folder: Path) -> None:
 
     One that all ranks leave in the last step of a run goes on from its checkpoint before that step, to equal losses.
     """
-    out, again, printed, taken = folder / "compared", folder / "again", io.StringIO(), list[int]()
+    out, again, printed, steps = folder / "compared", folder / "again", io.StringIO(), list[int]()
     step = ParallelTrainer.step
 
     def dying(self: ParallelTrainer, *arguments: Any, **options: Any) -> float:
-        taken.append(self.completed + 1)
-        if len(taken) == 6:
+        steps.append(self.completed + 1)
+        if len(steps) == 6:
             raise LookupError("a bug")
         return step(self, *arguments, **options)
 
@@ -108,7 +108,7 @@ def the_command_compares_recipes_over_all_ranks(folder: Path) -> None:
             with contextlib.suppress(LookupError):
                 main.run([*command.split(), str(again), "--save-every", "2"])
             assert main.run([*f"compare --resume --parallel fsdp={WORLD} --out".split(), str(again)]) == 0
-    assert taken == [1, 2, 3, 1, 2, 3, 3, *[1, 2, 3] * 2], taken
+    assert steps == [1, 2, 3, 1, 2, 3, 3, *[1, 2, 3] * 2], steps
     assert printed.getvalue().count("Report: ") == 2 * (dist.get_rank() == 0), printed.getvalue()
     dist.barrier()
     result, other = (json.loads((each / "result.json").read_text()) for each in (out, again))
@@ -122,7 +122,7 @@ def the_command_compares_recipes_over_all_ranks(folder: Path) -> None:
         run.is_observed = False
     compared = on_one_rank(lambda: comparison.compare(config, runs, corpus(), make=Trainer)["runs"])
     ends = [[entry["final_heldout_loss"] for entry in each] for each in (result["runs"], compared)]
-    assert all(abs(got - want) < 4e-3 * want for got, want in zip(*ends, strict=True)), ends
+    assert all(abs(output - want) < 4e-3 * want for output, want in zip(*ends, strict=True)), ends
     assert [entry["error"] for entry in result["runs"]] == [None, None] and not result["partial"]
     assert all(
         f"{WORLD} ranks" in str(result) or f"rank {WORLD - 1}" in str(entry["events"]) for entry in result["runs"]
