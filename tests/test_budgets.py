@@ -20,7 +20,10 @@ BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
-BENCH = Path(__file__).parent.parent / "bench"
+BANNED_IN_TESTS = BANNED | {"got", "ours", "theirs"}
+"""A test compares a result, or what runs (eager, compiled, loaded), with a reference."""
+TESTS = Path(__file__).parent
+BENCH = TESTS.parent / "bench"
 
 BUDGETS = {
     "attention": (2962, 20, 0),
@@ -59,8 +62,8 @@ def room(path: Path) -> str:
     return parts[0] if len(parts) > 1 else "package"
 
 
-def banned_names(tree: ast.AST) -> Iterator[str]:
-    """Names of functions, classes, arguments, variables and attributes that are a banned word."""
+def banned_names(tree: ast.AST, words: frozenset[str] = BANNED) -> Iterator[str]:
+    """Names of functions, classes, arguments, variables and attributes that are one of these words."""
     for node in ast.walk(tree):
         name = ""
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -71,7 +74,7 @@ def banned_names(tree: ast.AST) -> Iterator[str]:
             name = node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             name = node.attr
-        if name.strip("_").lower() in BANNED:
+        if name.strip("_").lower() in words:
             yield name
 
 
@@ -97,9 +100,10 @@ def test_a_room_keeps_to_its_budget(name: str, measure: int) -> None:
     assert measured()[name][measure] <= BUDGETS[name][measure]
 
 
-def test_no_name_of_a_bench_is_a_banned_word() -> None:
-    names = [(path.name, name) for path in BENCH.rglob("*.py") for name in banned_names(ast.parse(path.read_text()))]
-    assert names == []
+@pytest.mark.parametrize(("folder", "words"), [(BENCH, BANNED), (TESTS, BANNED_IN_TESTS)], ids=["bench", "tests"])
+def test_no_name_of_a_bench_or_a_test_is_a_banned_word(folder: Path, words: frozenset[str]) -> None:
+    files = [(path, ast.parse(path.read_text())) for path in folder.rglob("*.py")]
+    assert [(path.name, name) for path, tree in files for name in banned_names(tree, words)] == []
 
 
 def test_library_and_tools_keep_to_their_budgets() -> None:

@@ -23,8 +23,8 @@ def test_own_training_loop_trains_and_prints_what_ran(capsys: pytest.CaptureFixt
 def test_torchrun_fsdp_trains_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     words = []
     for _ in range(2):
-        done = torchrun(EXAMPLES / "torchrun_fsdp.py", tmp_path)
-        words.append(done.stdout.splitlines()[0].split(", loss "))
+        process = torchrun(EXAMPLES / "torchrun_fsdp.py", tmp_path)
+        words.append(process.stdout.splitlines()[0].split(", loss "))
         shutil.rmtree(tmp_path / "step-00000020")
     assert [steps for steps, _ in words] == ["steps 1 to 20", "steps 16 to 20"]
     assert words[0][1] == words[1][1] and float(words[0][1]) < 0.9  # predicting zeros gives 1.0

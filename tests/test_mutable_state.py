@@ -132,15 +132,15 @@ def defined(tree: ast.Module) -> set[str]:
     return names | {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def changes_by_itself(thing: Any) -> bool:
+def changes_by_itself(value: Any) -> bool:
     """Whether an object has state whatever the code does with it: caches, counters, weak tables, instances of ours."""
-    if hasattr(thing, "cache_info") or isinstance(thing, CONTAINERS):
+    if hasattr(value, "cache_info") or isinstance(value, CONTAINERS):
         return True
-    kind = type(thing)
-    if isinstance(thing, type | tuple | Kernel | Launch) or not kind.__module__.startswith("duotone"):
+    kind = type(value)
+    if isinstance(value, type | tuple | Kernel | Launch) or not kind.__module__.startswith("duotone"):
         return False
     frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
-    return not frozen and bool(getattr(thing, "__dict__", None))
+    return not frozen and bool(getattr(value, "__dict__", None))
 
 
 def changed_names(tree: ast.Module) -> set[str]:
@@ -173,9 +173,9 @@ def mutable() -> set[str]:
     for file, module, tree in modules():
         names |= {f"{file}.{n}" for n in defined(tree) if n in vars(module) and changes_by_itself(vars(module)[n])}
         for name in changed_names(tree) & vars(module).keys():
-            thing = vars(module)[name]
-            if not isinstance(thing, type | types.FunctionType) and id(thing) in home:
-                names.add(home[id(thing)])
+            value = vars(module)[name]
+            if not isinstance(value, type | types.FunctionType) and id(value) in home:
+                names.add(home[id(value)])
     return {name for name in names if not name.startswith(ROOMS)}
 
 
@@ -187,10 +187,14 @@ def test_every_object_that_changes_has_a_reason() -> None:
 
 def test_importing_the_library_hooks_into_nothing_of_the_process() -> None:
     """No hook on all optimizers, modules or tensors, and no attribute of torch is replaced."""
-    mine = [h for h in optimizer._global_optimizer_post_hooks.values() if type(h).__module__.startswith("duotone")]
-    assert not mine or STEPS.is_registered
+    registered = [
+        h for h in optimizer._global_optimizer_post_hooks.values() if type(h).__module__.startswith("duotone")
+    ]
+    assert not registered or STEPS.is_registered
     assert not any("duotone" in str(h) for h in hooks._global_forward_hooks.values())
-    mine = [h for h in hooks._global_module_registration_hooks.values() if type(h).__module__.startswith("duotone")]
-    assert not mine or WRAPPED.is_registered
+    registered = [
+        h for h in hooks._global_module_registration_hooks.values() if type(h).__module__.startswith("duotone")
+    ]
+    assert not registered or WRAPPED.is_registered
     for name, value in vars(torch).items():
         assert not str(getattr(value, "__module__", "")).startswith("duotone"), name

@@ -61,10 +61,10 @@ def test_figures_are_those_of_the_formats(name: str) -> None:
 
 def test_pages_name_formats_and_recipes_that_exist() -> None:
     """Names in code on the pages of formats, but for parts of names."""
-    known = {*formats.names(), *duotone.recipes.names(), "bf16"}
+    registered = {*formats.names(), *duotone.recipes.names(), "bf16"}
     for page in (DOCS / "formats").glob("*.md"):
         for name in re.findall(r"`((?:fp8|mxfp\d|nvfp4)[a-z0-9_-]*)`", page.read_text()):
-            assert name in known, f"{page.name}: {name}"
+            assert name in registered, f"{page.name}: {name}"
 
 
 def test_the_first_page_loads_little() -> None:

@@ -102,8 +102,8 @@ print(sorted(heavy & set(sys.modules)))
 assert not torch.cuda.is_initialized()
 assert loaded < MODULES, loaded
 """.replace("MODULES", str(MOST_MODULES))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
 
 
 def test_a_file_name_says_its_room() -> None:

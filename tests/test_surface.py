@@ -145,14 +145,14 @@ def test_old_names_work_with_a_warning(module: ModuleType, old: str, new: str) -
     ],
 )
 def test_old_names_of_recipe_fields_work_with_a_warning(kind: Any, old: str, new: str, value: Any) -> None:
-    wanted = kind(**{new: value})
+    expected = kind(**{new: value})
     with pytest.warns(DeprecationWarning, match=f"{old} has been renamed: use {new}") as caught:
-        assert kind(**{old: value}) == wanted
-        assert getattr(wanted, old) == value
-        assert dataclasses.replace(kind(), **{old: value}) == wanted
-        assert duotone.recipes.from_dict({"recipe": kind.kind, old: value}) == wanted
+        assert kind(**{old: value}) == expected
+        assert getattr(expected, old) == value
+        assert dataclasses.replace(kind(), **{old: value}) == expected
+        assert duotone.recipes.from_dict({"recipe": kind.kind, old: value}) == expected
     assert caught[0].filename == __file__ == caught[1].filename
-    assert old not in duotone.recipes.dumps(wanted)
+    assert old not in duotone.recipes.dumps(expected)
 
 
 def test_an_error_that_was_pickled_under_its_old_name() -> None:

@@ -393,16 +393,16 @@ def backward_reads_of_gathered_weights_what_it_reads_in_one_process(folder: Path
     ways = {"recompute_columnwise": True}, {"backward_override": "high_precision"}, {"backward_override": "dequantized"}
     for name, way in itertools.product(("mxfp8", "fp8-current"), ways):
         recipe = dataclasses.replace(recipes.load(name), **way)
-        m = model(recipe, held=False)
+        m = model(recipe, is_quantized=False)
         one = copy.deepcopy(m)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             split(duotone.gather_quantized(m), checks.mesh(), reshard_after_forward=True)
         is_plain = "high_precision" in way.values()
         assert is_plain == any("backward multiplies the weight itself" in str(each.message) for each in caught), way
-        for got, want in zip(steps(m), steps(one), strict=True):
-            same(got, want, f"{name}, {way}")
-    m = model(recipes.load("mxfp8"), held=False)
+        for result, want in zip(steps(m), steps(one), strict=True):
+            same(result, want, f"{name}, {way}")
+    m = model(recipes.load("mxfp8"), is_quantized=False)
     split(duotone.gather_quantized(m), checks.mesh())
     recipe = recipes.MXFP8BlockScaling(backward_override="high_precision")
     with duotone.autocast(recipe=recipe):
@@ -546,8 +546,8 @@ def one_rank_gathers_a_weight_of_any_size(folder: Path) -> None:
         one = converted(name, rows)
         m = duotone.gather_quantized(copy.deepcopy(one))
         split(m, mesh)
-        for got, want in zip(trained(m, rows), trained(one, rows), strict=True):
-            same(got, want, name)
+        for result, want in zip(trained(m, rows), trained(one, rows), strict=True):
+            same(result, want, name)
 
 
 @check

@@ -150,8 +150,8 @@ def fp8_delayed_agrees_on_its_scale_without_an_amax_reduction_group(folder: Path
 def a_copy_that_is_sharded_writes_its_weights_with_delayed_scales(folder: Path) -> None:
     """A copy has no context: the first forward, which sees gathered weights, gives it to the shards."""
     single = model(recipes.DelayedScaling(amax_history_len=2))
-    for got, want in zip(train(shard(copy.deepcopy(single)))[0], train(single)[0], strict=True):
-        same(got, want)
+    for result, want in zip(train(shard(copy.deepcopy(single)))[0], train(single)[0], strict=True):
+        same(result, want)
 
 
 @check

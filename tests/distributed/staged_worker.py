@@ -30,13 +30,13 @@ def ranks(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 
 @check
 def reductions_add_take_the_largest_and_the_mean(folder: Path) -> None:
-    wanted: dict[OP.RedOpType, Callable[[Tensor, Tensor], Tensor]] = {
+    references: dict[OP.RedOpType, Callable[[Tensor, Tensor], Tensor]] = {
         OP.SUM: torch.add,
         OP.MAX: torch.maximum,
         OP.AVG: lambda a, b: (a + b) / 2,
     }
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
-        for op, of in list(wanted.items())[: 3 if dtype.is_floating_point else 2]:
+        for op, of in list(references.items())[: 3 if dtype.is_floating_point else 2]:
             x, first, second = ranks(dtype)
             want, half = of(first, second), slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
             whole, piece, listed = x.clone(), x.new_empty(4), x.new_empty(4)
@@ -62,19 +62,19 @@ def tensors_reach_the_ranks_that_they_are_sent_to(folder: Path) -> None:
         whole[8 * rank : 8 * rank + 8] = x
         dist.all_gather_into_tensor(whole, whole[8 * rank : 8 * rank + 8])  # FSDP2's input is a part of its output
         same(whole.float(), both.float(), f"all_gather of a part {dtype}")
-        taken = x.clone()
-        dist.broadcast(taken, 1)
-        same(taken.float(), second.float(), f"broadcast {dtype}")
-        dist.scatter(taken, halves if rank == 0 else None, 0)
-        same(taken.float(), halves[rank].float(), f"scatter {dtype}")
+        local = x.clone()
+        dist.broadcast(local, 1)
+        same(local.float(), second.float(), f"broadcast {dtype}")
+        dist.scatter(local, halves if rank == 0 else None, 0)
+        same(local.float(), halves[rank].float(), f"scatter {dtype}")
         gathered = [torch.empty_like(x) for _ in range(2)]
         dist.gather(x, gathered if rank == 1 else None, 1)
         same(torch.cat(gathered if rank else [first, second]).float(), both.float(), f"gather {dtype}")
         counts = [row[rank] for row in SENT]
-        got = x.new_empty(sum(counts))
-        dist.all_to_all_single(got, x[: sum(SENT[rank])], counts, SENT[rank])
+        received = x.new_empty(sum(counts))
+        dist.all_to_all_single(received, x[: sum(SENT[rank])], counts, SENT[rank])
         parts = [each[: sum(row)].split(row)[rank] for each, row in zip((first, second), SENT, strict=True)]
-        same(got.float(), torch.cat(parts).float(), f"all_to_all_single {dtype}")
+        same(received.float(), torch.cat(parts).float(), f"all_to_all_single {dtype}")
 
 
 @check
@@ -94,11 +94,11 @@ def functional_collectives_and_lists_of_tensors_go_the_same_way(folder: Path) ->
 @check
 def a_rank_may_wait_for_what_it_gets_before_it_sends(folder: Path) -> None:
     x, *both = ranks(torch.float8_e5m2)
-    got, other = torch.empty_like(x), 1 - dist.get_rank()
-    for work in [dist.irecv(got, other), dist.isend(x, other)]:
+    received, other = torch.empty_like(x), 1 - dist.get_rank()
+    for work in [dist.irecv(received, other), dist.isend(x, other)]:
         assert work is not None
         work.wait()
-    same(got.float(), both[other].float(), "received")
+    same(received.float(), both[other].float(), "received")
 
 
 @check

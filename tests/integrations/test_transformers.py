@@ -56,8 +56,8 @@ def test_a_model_on_meta_has_its_plan_and_no_values(recipe: str, quantize_parame
     options = {"quantize_parameters": quantize_parameters, "recipe": recipe}
     outline = AUTO.from_pretrained(tmp_path, quantization_config=DuotoneConfig(**options), device_map={"": "meta"})
     assert all(parameter.is_meta for parameter in outline.parameters())
-    wanted = [(row.module, row.gemm, row.a, row.b) for row in duotone.plan(model)]
-    assert [(row.module, row.gemm, row.a, row.b) for row in duotone.plan(outline)] == wanted
+    expected = [(row.module, row.gemm, row.a, row.b) for row in duotone.plan(model)]
+    assert [(row.module, row.gemm, row.a, row.b) for row in duotone.plan(outline)] == expected
     states = duotone.rng_state(model), duotone.recipe_state(model)
     for function in (duotone.rng_state, duotone.recipe_state if states[1] else duotone.rng_state):
         with pytest.raises(duotone.UserError, match=r"is on meta, where it has no value: call to_empty"):

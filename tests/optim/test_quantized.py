@@ -301,8 +301,8 @@ def test_one_graph_serves_all_steps_without_masters() -> None:
             step()
         values.append([p.detach() for p in parameters])
     assert counter.frame_count == 2
-    for mine, theirs in zip(*values, strict=True):  # torch's graph computes the powers of beta as for a CUDA graph
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    for result, expected in zip(*values, strict=True):  # torch's graph computes the powers of beta as for a CUDA graph
+        torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_compiled_step_that_writes_masters_has_the_bits_of_eager() -> None:
