@@ -155,6 +155,15 @@ def a_copy_that_is_sharded_writes_its_weights_with_delayed_scales(folder: Path) 
 
 
 @check
+def experts_of_a_copy_shard_one_after_the_other(folder: Path) -> None:
+    """A copy asks the recipe anew while one expert is a shard already and the next one is whole."""
+    one = duotone.GroupedLinear(2, 64, 64, recipe="mxfp8")
+    duotone.convert_parameters(one, "mxfp8")
+    x, rows = torch.randn(64, 64), [24, 40]
+    same(fully_shard(copy.deepcopy(one))(x, rows), one(x, rows))
+
+
+@check
 def adamw_updates_shards_as_one_process_updates_the_whole(folder: Path) -> None:
     """Masters, moments and planes; each step agrees on the scales of all weights in one collective."""
     for name, agreements in {"fp8-current": 1, "nvfp4": 1, "fp8-rowwise": 1, "fp8-delayed": 1, "mxfp8": 0}.items():

@@ -19,6 +19,7 @@ from duotone.planned.traced_stages import refuse_export
 from duotone.recipes.roles import QuantizerRole
 from duotone.state import seeds
 from duotone.tensor import QuantizedTensor, Quantizer
+from duotone.tensor.fsdp import shard_of
 from duotone.tensor.quantizer import quantizer_of
 
 Splits = Rows | Tensor | Sequence[int]
@@ -53,7 +54,7 @@ class PlannedGroup(Planned):
 
     @property
     def weight_held(self) -> Quantizer | None:
-        return self._quantizer_of(self.weights)
+        return self._quantizer_of([shard_of(weight) for weight in self.weights])  # FSDP2 cuts one after the other
 
     def _quantizer_of(self, weights: Sequence[Tensor]) -> Quantizer | None:
         """The quantizer of all weights, None if they are plain. UserError if they differ."""
