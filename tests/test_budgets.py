@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40056
-TOOL_LINES = 7960
+LIBRARY_LINES = 40061
+TOOL_LINES = 7964
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -34,15 +34,15 @@ BUDGETS = {
     "dispatch": (3509, 1, 0),
     "distributed": (473, 3, 0),
     "formats": (1502, 0, 0),
-    "integrations": (774, 11, 0),
+    "integrations": (778, 11, 0),
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),
-    "linear": (1942, 5, 0),
+    "linear": (1941, 5, 0),
     "modules": (742, 3, 0),
     "observe": (2331, 6, 0),
     "ops": (1465, 0, 0),
     "optim": (867, 3, 0),
-    "package": (348, 1, 0),
+    "package": (354, 1, 0),
     "pipeline": (1637, 15, 0),
     "planned": (3503, 16, 1),
     "recipes": (2018, 6, 0),

@@ -111,7 +111,9 @@ __all__ = [
     "rng_state",
 ]  # fmt: skip
 
-keep_old_names({"UsageError": "MissingPlaneError", "name_modules": "assign_names"}, globals())
+keep_old_names(
+    {"UsageError": "MissingPlaneError", "name_modules": "assign_names"}, globals(), ("distributed", "integrations")
+)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Training over many ranks beside torch's own engines. Import it by name; `import duotone` does not."""
+"""Training over many ranks beside torch's own engines. `import duotone` imports it when it is first read."""
 
 from duotone.distributed.checkpoints import async_save, latest, load, save
 from duotone.planned.alike import require_same_recipes

@@ -4,13 +4,12 @@ A request decides the plan. Execution reads no mode; it follows the plan. A plan
 rows say which kernel runs.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from duotone.dispatch.rule import GemmProblem, GemmRule
 from duotone.errors import RecipeError
@@ -62,7 +61,7 @@ class PlanRequest:
     is_traced: bool = False
     """Whether the call is part of a compiled graph."""
 
-    owner: "weakref.ref[nn.Module] | None" = field(default=None, compare=False, repr=False)
+    owner: Callable[[], object] | None = field(default=None, compare=False, repr=False)
     """The module, for errors."""
 
     def without_held(self) -> "PlanRequest":
