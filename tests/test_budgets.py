@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40061
+LIBRARY_LINES = 40084
 TOOL_LINES = 7964
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -48,7 +48,7 @@ BUDGETS = {
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1435, 0, 0),
-    "state": (1946, 11, 0),
+    "state": (1969, 11, 0),
     "tensor": (2900, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import recipes
+from duotone.state.region import STACK
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 WIDTH = 32
@@ -117,6 +118,40 @@ def test_regions_nest_inside_of_a_graph_and_around_it(
     m = nn.Sequential(*[block(outer, inner) for _ in range(2)])
     backend = "aot_eager" if block is RegionInCheckpoint else "eager"  # only a cut graph recomputes
     assert same_as_eager(m, call=call, backend=backend) == 1
+
+
+class RegionInside(nn.Module):
+    """A linear under the region around it, and one under a region of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = linears("bf16", 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        with duotone.autocast(recipe="nvfp4"):
+            x = second(x)
+        return first(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["mxfp8", slow("fp8-delayed"), slow("nvfp4")])
+def test_a_checkpoint_around_a_graph_recomputes_under_the_region_of_its_forward(name: str, reentrant: bool) -> None:
+    """That region has ended, and another one is around the backward, which stays as it is."""
+    m = RegionInside()
+    eager, compiled = copy.deepcopy(m), torch.compile(m, backend="aot_eager", fullgraph=True)
+    x, dy = torch.randn(2, WIDTH, WIDTH).bfloat16()
+    results = []
+    for model, run in ((m, compiled), (eager, eager)):
+        leaf = x.clone().requires_grad_()
+        with duotone.autocast(recipe=name):
+            y = checkpoint(run, leaf, use_reentrant=reentrant)
+        with duotone.autocast(recipe="fp8-block"):
+            around = STACK.regions
+            y.backward(dy)
+            assert STACK.regions == around
+        results.append([y.detach(), leaf.grad, *[p.grad for p in model.parameters()], *model.buffers()])
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("name", ["fp8-delayed", *(slow(name) for name in ("bf16", "mxfp8", "nvfp4", "fp8-block"))])

@@ -78,10 +78,11 @@ class Record:
         return self.run == self.first
 
 
-def remember(key: Hashable, value: object, for_graph: bool = False) -> None:
+def remember(key: Hashable, value: object, for_graph: bool = False, once: bool = False) -> None:
     """Keep a value in every frame that runs its forward now. Inference has none.
 
     `for_graph`: also for the backward of the compiled graph whose forward runs now, if one does.
+    `once`: only in frames that have none under the key.
     """
     if FORWARD.is_alone or is_forward_grad_enabled():
         if top_saved_hooks(True) is None:
@@ -89,15 +90,16 @@ def remember(key: Hashable, value: object, for_graph: bool = False) -> None:
     elif torch.is_inference_mode_enabled():
         return
     elif for_graph and (ctx := _graph(sys._getframe(1), "forward")) is not None:
-        values: dict[Hashable, object] = getattr(ctx, GRAPH, {})
-        values.setdefault(key, value)
-        setattr(ctx, GRAPH, values)
+        saved: dict[Hashable, object] = getattr(ctx, GRAPH, {})
+        setattr(ctx, GRAPH, {key: value, **saved})
     for holder in _forward_holders():
         record = getattr(holder, NAME, None)
         if record is None:
             record = Record()
             setattr(holder, NAME, record)
-        record.values.setdefault(key, []).append(value)
+        values = record.values.setdefault(key, [])
+        if not (once and values):
+            values.append(value)
 
 
 def of_graph(key: Hashable) -> Any:

@@ -74,6 +74,9 @@ class Region:
     in_capture = False
     """Whether a CUDA graph that is captured holds its entering."""
 
+    run: int | None = None
+    """The backward that ran when it was entered, -1 for none."""
+
     token: "Token[tuple[Region, ...]] | None" = None
     """Identifies the context that entered it; None in traced code."""
 
@@ -111,6 +114,8 @@ class Stack(types.ModuleType, Generic[R]):
         regions = self.variable.get(None)
         if regions is None or (regions and regions[-1].is_void):
             regions = self.current()
+        if graph_task_id() != -1 or top_saved_hooks(True) is not None or not is_forward_grad_enabled():
+            regions = self._around_frame(regions)
         if not regions and self.starts.open and self.starts.leaves_out_thread():
             warnings.warn(
                 f"this thread was started outside of {self.__name__}, so it goes by what its modules have themselves, "
@@ -121,7 +126,22 @@ class Stack(types.ModuleType, Generic[R]):
 
     @regions.setter
     def regions(self, regions: tuple[R, ...]) -> None:
-        self.variable.set(regions)
+        """Traced code entered and left regions. Others stay: a recompute does not see those around its backward."""
+        before = self.regions
+        new = [region for region in regions if region not in before]
+        for region in new:
+            region.run = graph_task_id()
+        self.variable.set((*[each for each in self.current() if each in regions or each not in before], *new))
+
+    def _around_frame(self, regions: tuple[R, ...]) -> tuple[R, ...]:
+        """The regions around the forward of a checkpoint that recomputes, unless it has entered one. Else `regions`."""
+        key, run = ("regions", self.__name__), graph_task_id()
+        if run != -1 and not (regions and regions[-1].run == run):
+            record = frames.recomputed()
+            if record is not None and record.holds(key):
+                regions = record.take(key, advances=False)
+        frames.remember(key, regions, once=True)
+        return regions
 
     @property
     def defers(self) -> bool:
@@ -142,8 +162,9 @@ class Stack(types.ModuleType, Generic[R]):
 
     def enter(self, region: R) -> None:
         """Open a region inside of those that are open."""
+        self._around_frame(self.current())
         regions = (*self.current(), region)
-        region.in_capture = is_capturing()
+        region.in_capture, region.run = is_capturing(), graph_task_id()
         region.token = self.variable.set(regions)
         self.starts.record_entry(region, regions)
 
