@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40084
+LIBRARY_LINES = 40085
 TOOL_LINES = 7964
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -44,7 +44,7 @@ BUDGETS = {
     "optim": (867, 3, 0),
     "package": (354, 1, 0),
     "pipeline": (1637, 15, 0),
-    "planned": (3503, 16, 1),
+    "planned": (3504, 16, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1435, 0, 0),

@@ -193,7 +193,8 @@ class SentWeight:
         if any(plan.weight.quantizer.delayed):
             delayed_states.states_for(self.module, plan)
             slots = delayed_states.weight_context(self.module, plan, self.member).slots
-            self.slots = {side: (slot, FixedScale(self.shard)) for side, slot in zip(SIDES, slots, strict=True) if slot}
+            sent = zip(SIDES, slots, (row, col), strict=True)
+            self.slots = {side: (slot, FixedScale(self.shard)) for side, slot, fmt in sent if slot and fmt}
             slots = tuple(self.slots[side][1] if side in self.slots else None for side in SIDES)
         self.answers = {side: AnsweredShard(*next(iter(cuts), self.cuts[0])) for side, cuts in self.amax_cuts.items()}
         self.contexts = {side: replace(plan.weight.context, shard=self.answers[side], slots=slots) for side in SIDES}
