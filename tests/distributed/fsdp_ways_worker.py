@@ -545,7 +545,7 @@ def converted(name: str, rows: int) -> nn.Sequential:
 def one_rank_gathers_a_weight_of_any_size(folder: Path) -> None:
     """Its shard is the whole weight, which nothing pads to whole blocks."""
     mesh = init_device_mesh(checks.DEVICE, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
-    for name, rows in (("mxfp8", 100), ("fp8-block", 64)):
+    for name, rows in (("mxfp8", 100), ("fp8-block", 64), ("nvfp4", 64)):
         one = converted(name, rows)
         m = duotone.gather_quantized(copy.deepcopy(one))
         split(m, mesh)

@@ -178,7 +178,7 @@ class Gathers:
                 not self.is_repeated
                 and whole is not None
                 and shard is not None
-                and not (dim == COLUMN_DIM and self.derives)
+                and not (dim == COLUMN_DIM and self.derives and self.count > 1)
             ):
                 _refresh(whole, shard, sharded_parts(shard, dim) if self.count > 1 else ())
         row, col = self.whole
