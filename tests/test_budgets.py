@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40085
+LIBRARY_LINES = 40087
 TOOL_LINES = 7964
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -28,7 +28,7 @@ BENCH = TESTS.parent / "bench"
 BUDGETS = {
     "attention": (2962, 20, 0),
     "cli": (1547, 2, 0),
-    "comm": (200, 1, 0),
+    "comm": (202, 1, 1),
     "compat": (2520, 7, 0),
     "conversion": (2708, 5, 0),
     "dispatch": (3509, 1, 0),

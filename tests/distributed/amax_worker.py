@@ -111,7 +111,7 @@ def ranks_that_ran_different_modules_all_raise_and_keep_their_scales(folder: Pat
             except UserError as error:
                 other = "a" if module == "b" else "b"
                 text = str(error)
-                assert f"rank {rank} those of [{module}.duotone_forward" in text and f"{other}.duotone" in text, text
+                assert f"rank {rank} has {module}.duotone_forward" in text and f"{other}.duotone" in text, text
                 assert "\n" not in text
             else:
                 raise AssertionError("two modules got one scale")

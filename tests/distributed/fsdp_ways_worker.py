@@ -614,7 +614,7 @@ def ranks_with_other_recipes_are_told_when_they_shard(folder: Path) -> None:
     for is_quantized in (True, False):
         m = model(recipes.load("mxfp8" if dist.get_rank() else "fp8-current"), is_quantized=is_quantized)
         message = refusal(lambda m=m: fully_shard(m))
-        assert "rank 0 those of [0: fp8-current" in message and "rank 1 those of [0: mxfp8" in message, message
+        assert "rank 0 has 0: fp8-current" in message and "rank 1 has 0: mxfp8" in message, message
 
 
 def shard_of(name: str) -> nn.Module:

@@ -367,7 +367,7 @@ def ranks_with_other_recipes_are_told_at_the_first_step(folder: Path) -> None:
     try:
         m(piece(x))
     except UserError as error:
-        text = "rank 0 those of [fp8_e4m3_tensor, ", "rank 1 those of [mxfp8_e4m3, "
+        text = "rank 0 has fp8_e4m3_tensor", "rank 1 has mxfp8_e4m3"
         assert all(one in str(error) for one in text) and "do not follow the same recipe" in str(error), error
     else:
         raise AssertionError("ranks went on with other recipes")
@@ -375,18 +375,28 @@ def ranks_with_other_recipes_are_told_at_the_first_step(folder: Path) -> None:
 
 @check
 def models_of_other_recipes_are_told_before_ddp(folder: Path) -> None:
-    def converted(recipe: str) -> nn.Module:
-        return duotone.convert(nn.Sequential(nn.Linear(WIDE, NARROW), nn.Linear(NARROW, WIDE)), recipe, ())
+    def converted(recipe: str, *rules: recipes.Rule) -> nn.Module:
+        return duotone.convert(nn.Sequential(nn.Linear(WIDE, NARROW), nn.Linear(NARROW, WIDE)), recipe, rules)
 
     require_same_recipes(converted("mxfp8"))
     m = converted("mxfp8" if dist.get_rank() else "fp8-current")
     try:
         require_same_recipes(m)
     except UserError as error:
-        text = "rank 0 those of [0: fp8-current", "rank 1 those of [0: mxfp8"
+        text = "rank 0 has 0: fp8-current", "rank 1 has 0: mxfp8"
         assert all(one in str(error) for one in text) and "do not follow the same recipes" in str(error), error
     else:
         raise AssertionError("ranks went on with other recipes")
+    square = recipes.Rule(module="1", tensor_type="weight", format="mxfp8_e4m3_32x32")  # the last linear alone differs
+    m = converted("mxfp8", *([square] if dist.get_rank() else []))
+    try:
+        require_same_recipes(m)
+    except UserError as error:
+        text = "rank 0 has 1: weight mxfp8_e4m3 ", "rank 1 has 1: weight mxfp8_e4m3_32x32"
+        words = str(error).replace(";", " ")
+        assert all(one in words for one in text) and len(words) < 250 and "\n" not in words, error
+    else:
+        raise AssertionError("ranks went on with other formats")
 
 
 @check

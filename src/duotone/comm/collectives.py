@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -79,10 +80,6 @@ def _resolve(group: str) -> Any:
         ) from None
 
 
-SHOWN = 240
-"""Bytes of each rank's names that an error can show."""
-
-
 AGREED: set[tuple[str, int]] = set()
 """The names that the ranks of a group agreed on, as digests: a capture cannot compare."""
 
@@ -111,16 +108,21 @@ def require_same(names: Sequence[str], device: torch.device, group: str, problem
     if all_reduce(extremes, "max", group).tolist() == [digest, -digest]:
         AGREED.add((group, digest))
         return
-    text = ", ".join(names).encode()[:SHOWN].ljust(SHOWN)
-    shown = all_gather(torch.tensor([list(text)], dtype=torch.uint8, device=device), group).tolist()
-    rank = group_rank(group)
-    other = next((at for at, row in enumerate(shown) if row != shown[rank]), rank)
-    ran = [bytes(shown[at]).decode(errors="replace").strip() for at in (rank, other)]
     differ, remedy = problem
-    raise UserError(
-        f"the ranks of group {group!r} {differ}: rank {rank} those of [{ran[0]}], rank {other} those of [{ran[1]}]; "
-        f"{remedy}"
-    )
+    raise UserError(f"the ranks of group {group!r} {differ}: {_first_difference(names, device, group)}; {remedy}")
+
+
+def _first_difference(names: Sequence[str], device: torch.device, group: str) -> str:
+    """Where the names of this rank first differ from those of another, in words. All ranks call it."""
+    text, rank = "\n".join(names).encode(), group_rank(group)
+    sizes = all_gather(torch.tensor([len(text)], dtype=torch.int64, device=device), group).tolist()
+    padded = torch.tensor([list(text.ljust(max(sizes)))], dtype=torch.uint8, device=device)
+    rows = all_gather(padded, group).tolist()
+    shown = [bytes(row[:size]).decode().split("\n") for row, size in zip(rows, sizes, strict=True)]
+    other = next(at for at, lines in enumerate(shown) if lines != shown[rank])
+    pairs = zip_longest(shown[rank], shown[other], fillvalue="nothing more")
+    here, there = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"first, rank {rank} has {here or 'nothing'} where rank {other} has {there or 'nothing'}"
 
 
 @dataclass(frozen=True)

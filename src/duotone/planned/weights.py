@@ -224,7 +224,7 @@ def follow(parameter: QuantizedTensor, target: Quantizer) -> None:
 def described(module: "Planned", name: str, *, with_formats: bool = True) -> list[str]:
     """The recipe of a module and the formats of its slots, in words that ranks compare."""
     answers = module.plans.answer(module.recipe) if with_formats else {}
-    formats = (f"{slot} {fmt and fmt.name}" for slot, q in answers.items() for fmt in (q.rowwise, q.columnwise))
+    formats = (f"{name}: {slot} {fmt and fmt.name}" for slot, q in answers.items() for fmt in (q.rowwise, q.columnwise))
     return [f"{name}: {module.recipe.name}", *formats]
 
 
