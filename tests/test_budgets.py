@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 40087
-TOOL_LINES = 7964
+TOOL_LINES = 7960
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -34,7 +34,7 @@ BUDGETS = {
     "dispatch": (3509, 1, 0),
     "distributed": (473, 3, 0),
     "formats": (1502, 0, 0),
-    "integrations": (778, 11, 0),
+    "integrations": (774, 11, 0),
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),
     "linear": (1941, 5, 0),
