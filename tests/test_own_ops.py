@@ -12,6 +12,7 @@ from duotone import recipes
 from duotone.planned.traced_stages import PLANS
 
 SEED = torch.tensor([5])
+PARTS = [*duotone.formats.get("nvfp4").encode(torch.randn(40, 64)).values()]
 PLAIN: dict[str, tuple[Any, ...]] = {
     "take_seed": (SEED.clone(), 2),
     "take_seed_once": (SEED.clone(), 2),
@@ -37,6 +38,13 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "random_bytes": (SEED.clone(), 5, 32, 0),
     "mm_fp32": (torch.randn(5, 16).bfloat16(), torch.randn(7, 16).bfloat16()),
 }
+NODES: dict[str, tuple[Any, ...]] = {
+    "encode": (torch.randn(40, 64), "fp8_e4m3_row", "col", True, None, None),
+    "decode": (PARTS, "nvfp4", torch.bfloat16),
+    "factors": (PARTS, "nvfp4"),
+}
+"""Compilers open them. opcheck of a schema does too, and multiplies float8 there, which torch refuses."""
+
 OF_MODULES = {"delayed_scale", "traced_scale"}
 OF_STAGES = {"stage_forward", "stage_backward", "stage_backward_kept"}
 OF_ATTENTION = {"attend", "attend_backward"}
@@ -48,13 +56,19 @@ ON_CUDA |= {"norm_gradients", "produced_planes", "traced_produced"}
 
 def test_every_op_is_checked_here_or_on_cuda() -> None:
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("duotone::")]
-    checked = PLAIN.keys() | OF_MODULES | OF_STAGES | OF_ATTENTION | IN_BACKWARDS | ON_CUDA
+    checked = PLAIN.keys() | NODES.keys() | OF_MODULES | OF_STAGES | OF_ATTENTION | IN_BACKWARDS | ON_CUDA
     assert {name.removeprefix("duotone::") for name in names} == checked
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_an_op_is_what_its_schema_says(name: str) -> None:
     opcheck(getattr(torch.ops.duotone, name).default, PLAIN[name])
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_node_of_a_trace_has_the_values_of_what_it_opens_to(name: str) -> None:
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    opcheck(getattr(torch.ops.duotone, name).default, NODES[name], test_utils=checks)
 
 
 @pytest.mark.parametrize("name", IN_BACKWARDS)

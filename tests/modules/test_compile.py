@@ -261,6 +261,14 @@ def test_an_exported_program_takes_batches_of_any_size(recipe: str, tracked: boo
         assert torch.equal(program(x), model(x))
 
 
+def test_an_exported_program_may_be_compiled() -> None:
+    """Blocks are ragged: without `formats.geometry.crop` inductor would drop the rest of a row."""
+    model = duotone.convert(nn.Sequential(nn.Linear(40, 24)), "mxfp8", ()).eval()
+    x = torch.randn(32, 40)
+    program = torch.export.export(model, (x,), strict=False).module()
+    assert torch.equal(torch.compile(program)(x), model(x))
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8-delayed"])
 def test_an_exported_program_takes_batches_of_sequences(recipe: str) -> None:
     model = duotone.convert(nn.Sequential(nn.Linear(32, 32), nn.ReLU()), recipe, ()).eval()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.dispatch.casts import DTYPES, PLAIN_TYPES, decoded, has_kernels, is_two_level
+from duotone.dispatch.format_nodes import in_trace
 from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
 from duotone.dispatch.stages import stages_for
 from duotone.dispatch.target import decodes_in_kernels
@@ -24,7 +25,8 @@ def factors(plane: Operand) -> Factors:
     codes = plane.parts["codes"]
     scales = plane.format.epilogue is Epilogue.NONE
     values = decoded(plane.format, plane.parts, torch.bfloat16, scales) if codes.is_cuda else None
-    return plane.format.factors(plane.parts, stages_for(codes), values)
+    coder = in_trace(plane.format) if torch.compiler.is_dynamo_compiling() else plane.format
+    return coder.factors(plane.parts, stages_for(codes), values)
 
 
 def scaled(y: Tensor, a: Factors, b: Factors) -> Tensor:

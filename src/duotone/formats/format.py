@@ -45,6 +45,10 @@ class Format:
     """Whether `derive` makes the parts of the transpose."""
     spans_rows: bool = False
     """Whether a scale covers all rows, so that shards of a tensor have to agree on it."""
+    divisor: complex = 1 + 0j
+    """By what the epilogue scale is divided. Complex, because a trace may take floats for inputs."""
+    is_registered: bool = False
+    """Whether `get(name)` is this format. `register` sets it."""
     part_names: tuple[str, ...] = ("codes",)
     """The names of the buffers, in order."""
     stored: tuple[object, ...]

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from duotone.graph_ops import define_op
 
@@ -68,10 +69,12 @@ define_op("crop(Tensor x, SymInt rows, SymInt cols) -> Tensor", _crop, _crop, de
 def crop(x: Tensor, rows: int, cols: int) -> Tensor:
     """The first rows and columns of a matrix, as a view. Everything that cuts padding off calls this.
 
-    Code compiled for a CPU calls an operator that copies instead: torch's C++ backend splits a loop by the width of the
-    blocks that share a scale, and drops the remainder if the loop ends inside a block (`try_loop_split`).
+    Code compiled for a CPU calls an operator that copies instead, and so do programs, which may be compiled later.
+    torch's C++ backend splits a loop by the width of the blocks that share a scale. It drops the remainder if the loop
+    ends inside of a block (`try_loop_split`).
     """
-    if x.is_cpu and torch.compiler.is_dynamo_compiling() and (rows, cols) != x.shape:
+    tracing = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    if x.is_cpu and (tracing or isinstance(x, FunctionalTensor)) and (rows, cols) != x.shape:
         return torch.ops.duotone.crop(x, rows, cols)
     return x[:rows, :cols]
 

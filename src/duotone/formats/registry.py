@@ -15,7 +15,7 @@ def register(fmt: Format) -> Format:
     """Add a format under its name. RecipeError if the name is taken."""
     if fmt.name in _FORMATS:
         raise RecipeError(f"format {fmt.name!r} is registered already; choose another name")
-    _FORMATS[fmt.name] = fmt
+    _FORMATS[fmt.name] = _marked(fmt)
     return fmt
 
 
@@ -54,5 +54,11 @@ def _variant(stem: str, value: str, name: str) -> Format:
             raise RecipeError(
                 f"format {name!r}: the amax floor {value!r} is no positive number of fp32; write {stem}_eps1e-12"
             )
-        _VARIANTS[name] = _FORMATS[stem].with_epsilon(epsilon, name)
+        _VARIANTS[name] = _marked(_FORMATS[stem].with_epsilon(epsilon, name))
     return _VARIANTS[name]
+
+
+def _marked(fmt: Format) -> Format:
+    """The format, which knows now that `get` finds it."""
+    object.__setattr__(fmt, "is_registered", True)  # formats are frozen
+    return fmt

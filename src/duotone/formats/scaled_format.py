@@ -51,6 +51,7 @@ class ScaledFormat(Format):
             "is_derivable": block.transposes and not self.hadamard,
             "scales_by_tensor": block == TENSOR and element.has_nan and not (self.hadamard or self.is_delayed),
             "spans_rows": any(spec.rows_per_entry is None for spec in specs.values()),
+            "divisor": rule.divisor,
             "stored": (element, block, self.hadamard, self.is_stochastic, rule.stored),
         }
         for name, value in derived.items():
@@ -140,7 +141,7 @@ class ScaledFormat(Format):
             values = self._values(parts, torch.bfloat16, self.rule.codes_scale, stages)
         rule = self.rule
         return Factors(
-            values, None if self.epilogue is Epilogue.NONE else rule.epilogue_scale(parts), abs(rule.divisor)
+            values, None if self.epilogue is Epilogue.NONE else rule.epilogue_scale(parts), abs(self.divisor)
         )
 
     def derive(self, parts: Parts, cols: int | None = None) -> Parts | None:

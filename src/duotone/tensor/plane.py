@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from duotone.comm import all_gather
 from duotone.dispatch.cast_ops import named_parts
 from duotone.dispatch.casts import contiguous, decoded, one_read
+from duotone.dispatch.format_nodes import in_trace
 from duotone.dispatch.stages import stages_for
 from duotone.errors import MissingPlaneError
 from duotone.formats import IDENTITY, Format, Parts
@@ -88,7 +89,10 @@ class Plane:
         """The values that a GEMM multiplies, (rows, cols or its padded length): rotated for Hadamard formats."""
         codes = self.parts["codes"]
         values = decoded(self.format, self.parts, dtype, scaled=True) if codes.is_cuda else None
-        return self.format.decode(self.parts, dtype, stages_for(codes)) if values is None else values
+        if values is not None:
+            return values
+        coder = in_trace(self.format) if torch.compiler.is_dynamo_compiling() else self.format
+        return coder.decode(self.parts, dtype, stages_for(codes))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrix that the plane stands for, (rows, cols), without any rotation."""

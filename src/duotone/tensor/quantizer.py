@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from duotone.dispatch.format_nodes import in_trace
 from duotone.dispatch.stages import stages_for
 from duotone.errors import UserError
 from duotone.formats import IDENTITY, Format, get
@@ -235,7 +236,10 @@ def encode_plane(
     if shard is not None and columnwise:
         shard = shard.transposed()
     stages = stages or stages_for(x)
-    parts = fmt.encode(x, scale=scale, seed=ctx.seed, plane=plane, shard=shard, stages=stages, propagate=ctx.propagate)
+    coder = in_trace(fmt) if torch.compiler.is_dynamo_compiling() else fmt
+    parts = coder.encode(
+        x, scale=scale, seed=ctx.seed, plane=plane, shard=shard, stages=stages, propagate=ctx.propagate
+    )
     return Plane(fmt, parts, (x.shape[0], x.shape[1]))
 
 

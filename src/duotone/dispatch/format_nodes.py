@@ -1,0 +1,91 @@
+"""What a format does to a matrix, as one node of Dynamo's graph. AOTAutograd opens the node, so compilers fuse in it.
+
+Dynamo interprets each line of Python slowly. Without the nodes, formats are half of the lines of a trace on a CPU.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from duotone.dispatch.stages import TRACED
+from duotone.formats import Epilogue, Factors, Format, Parts, get, philox
+from duotone.formats.elements import PLAIN, Stages
+from duotone.formats.geometry import Shard
+from duotone.graph_ops import define_op
+
+
+def in_trace(fmt: Format) -> "Format | Node":
+    """The format, or its node. A node names its format, so `get` has to find it.
+
+    Programs of torch.export show what a node would hide. High precision gives aliases, which no op returns.
+    """
+    is_node = fmt.is_registered and fmt.epilogue is not Epilogue.HIGH_PRECISION
+    return Node(fmt) if is_node and not torch.compiler._is_exporting_flag else fmt
+
+
+class Node(NamedTuple):
+    """A format in a trace: methods of `Format`, whose ops choose the stages themselves."""
+
+    format: Format
+
+    def encode(
+        self,
+        x: Tensor,
+        *,
+        scale: Tensor | None,
+        seed: Tensor | int | None,
+        plane: str,
+        shard: Shard | None,
+        stages: Stages,
+        propagate: bool,
+    ) -> Parts:
+        """Line by line for a shard, whose amaxes meet in a collective."""
+        fmt = self.format
+        if shard is not None:
+            return fmt.encode(x, scale=scale, seed=seed, plane=plane, shard=shard, stages=stages, propagate=propagate)
+        seed = philox.as_seed(seed, x.device) if fmt.is_stochastic and seed is not None else None
+        return _named(fmt, torch.ops.duotone.encode(x, fmt.name, plane, propagate, scale, seed))
+
+    def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages) -> Tensor:
+        """`Format.decode`."""
+        return torch.ops.duotone.decode(list(parts.values()), self.format.name, dtype)
+
+    def factors(self, parts: Parts, stages: Stages, values: Tensor | None) -> Factors:
+        """`Format.factors`. In a trace no kernel computes `values`."""
+        results: list[Tensor] = torch.ops.duotone.factors(list(parts.values()), self.format.name)
+        return Factors(results[0], results[1] if len(results) > 1 else None, abs(self.format.divisor))
+
+
+def _stages(x: Tensor) -> Stages:
+    """The stages of what a compiler opens."""
+    return TRACED if x.device.type == "cpu" else PLAIN
+
+
+def _named(fmt: Format, parts: list[Tensor]) -> Parts:
+    return dict(zip(fmt.part_names, parts, strict=True))
+
+
+def _encode(
+    x: Tensor, name: str, plane: str, propagate: bool, scale: Tensor | None, seed: Tensor | None
+) -> list[Tensor]:
+    stages = _stages(x)
+    parts = get(name).encode(x, scale=scale, seed=seed, plane=plane, stages=stages, propagate=propagate)
+    return [*parts.values()]
+
+
+def _decode(parts: list[Tensor], name: str, dtype: torch.dtype) -> Tensor:
+    fmt = get(name)
+    return fmt.decode(_named(fmt, parts), dtype, _stages(parts[0]))
+
+
+def _factors(parts: list[Tensor], name: str) -> list[Tensor]:
+    """The values, then the epilogue scale if there is one."""
+    fmt = get(name)
+    result = fmt.factors(_named(fmt, parts), _stages(parts[0]))
+    return [result.values] if result.epilogue_scale is None else [result.values, result.epilogue_scale]
+
+
+define_op("encode(Tensor x, str name, str plane, bool propagate, Tensor? scale, Tensor? seed) -> Tensor[]", _encode)
+define_op("decode(Tensor[] parts, str name, ScalarType dtype) -> Tensor", _decode)
+define_op("factors(Tensor[] parts, str name) -> Tensor[]", _factors)
