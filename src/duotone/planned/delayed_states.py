@@ -122,7 +122,8 @@ def state_of(
 
 def name_on_all_ranks(module: HoldsStates) -> str:
     """The name of a module. Empty for `Layer_<n>`, which each process counts alone."""
-    return module.module_name if module.site.named else ""
+    counted = not module.site.named or module.module_name.startswith("Layer_")  # the latter where it is a model itself
+    return "" if counted else module.module_name
 
 
 def save(module: "Planned") -> None:
