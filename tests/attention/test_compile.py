@@ -1,6 +1,7 @@
 """torch.compile(fullgraph=True) of attention equals eager bit for bit, whoever asks for what."""
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from functools import partial
 
@@ -64,6 +65,13 @@ def test_packed_multihead_attention_compiles_to_the_bits_of_eager() -> None:
     module = MultiheadAttention(32, 4, fuse_qkv_params=True, **options)
     cu = torch.tensor([0, 3, 7])
     compare(module, torch.randn(7, 32), rotary_pos_emb=RotaryPositionEmbedding(8)(7), cu_seqlens_q=cu)
+
+
+def test_fp8_attention_compiles_where_a_default_device_is_set() -> None:
+    """Dynamo then refuses methods of tensors that are written in Python."""
+    low = dataclasses.replace(recipes.load("fp8-current"), fp8_dpa=True, dpa_min_tokens=0)
+    with torch.device("cpu"):
+        compare(MultiheadAttention(32, 2, attention_dropout=0.0, recipe=low), torch.randn(5, 2, 32))
 
 
 def test_a_whole_layer_compiles_to_the_bits_of_eager() -> None:

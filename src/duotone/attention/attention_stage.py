@@ -175,7 +175,8 @@ class AttentionStage(Stage):
             if planes is not None:
                 return planes
             x = x.dequantize()
-        return operand.encode(to_heads(x, self.call.layout).unflatten(1, (self.call.groups, -1)), usage, seed)
+        heads = to_heads(x, self.call.layout)  # below, no method: Dynamo refuses it where a default device is set
+        return operand.encode(torch.unflatten(heads, 1, (self.call.groups, -1)), usage, seed)
 
     def _encode_all(self, operand: HeadOperand, x: Tensor, usage: Usage, seed: Tensor | None) -> list[Plane]:
         """The planes of keys or values of all ranks. Codes travel where ranks agree on one scale."""
@@ -197,13 +198,14 @@ class AttentionStage(Stage):
 
     def backward(self, dy: Tensor, saved: Saved, needs: Needs, *extra: Tensor) -> Gradients:
         *planes, lse, seen, (sizes,), (seed,), (scale,) = saved
-        heads = dy.unflatten(-1, (-1, sizes.value_width))
+        heads = torch.unflatten(dy, -1, (-1, sizes.value_width))
         gradient = self._encode(self.gradient, heads, Usage(True, True), seed)
         parts = [part for plane in (*planes, *gradient) for part in plane.parts.values()]
         call = parts, lse, seen, seed, scale, sizes, dy.dtype, self.number, self.handle
         gradients = torch.ops.duotone.attend_backward(*call)
         dq, dk, dv = (
-            from_heads(each.flatten(1, 2), self.call.layout).unflatten(-1, (-1, each.shape[-1])) for each in gradients
+            torch.unflatten(from_heads(each.flatten(1, 2), self.call.layout), -1, (-1, each.shape[-1]))
+            for each in gradients
         )
         if self.ranks is not None:
             dk, dv = (self.ranks.summed(each, token_axis(self.call.layout)) for each in (dk, dv))

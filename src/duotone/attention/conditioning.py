@@ -32,4 +32,5 @@ def hadamard(width: int, device: torch.device) -> Tensor:
 
 
 def _rotated(x: Tensor, matrix: Tensor) -> Tensor:
-    return (x.float().unflatten(-1, (-1, matrix.shape[0])) @ matrix).flatten(-2).to(x.dtype)
+    pieces = torch.unflatten(x.float(), -1, (-1, matrix.shape[0]))
+    return (pieces @ matrix).flatten(-2).to(x.dtype)

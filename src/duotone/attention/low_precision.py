@@ -182,7 +182,7 @@ def grouped(seen: Tensor | None, groups: int) -> Tensor | None:
     if seen is None or seen.dtype is torch.int32:
         return seen
     seen = seen.view((1,) * (4 - seen.dim()) + seen.shape)
-    return seen.unsqueeze(2) if seen.shape[1] == 1 else seen.unflatten(1, (groups, -1))
+    return seen.unsqueeze(2) if seen.shape[1] == 1 else torch.unflatten(seen, 1, (groups, -1))
 
 
 def traced_pick(alike: ByName, recipe: Recipe, device: str, dropout: float, ranks: str) -> Pick:

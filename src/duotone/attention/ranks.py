@@ -53,7 +53,7 @@ class Ranks(NamedTuple):
         raw = x.view(torch.uint8) if x.itemsize == 1 else x
         each = all_gather(raw.movedim(axis, 0), self.group)
         if self.is_balanced:
-            first, second = each.unflatten(0, (self.size, 2, -1)).unbind(1)
+            first, second = torch.unflatten(each, 0, (self.size, 2, -1)).unbind(1)
             each = torch.cat((first, second.flip(0))).flatten(0, 1)
         return each.movedim(0, axis).contiguous().view(x.dtype)
 
@@ -61,7 +61,7 @@ class Ranks(NamedTuple):
         """The values of each rank for all tokens along `axis` -> their sum for this rank's tokens. Sums are fp32."""
         each = x.float().movedim(axis, 0)
         if self.is_balanced:
-            first, second = each.unflatten(0, (2 * self.size, -1)).chunk(2)
+            first, second = torch.unflatten(each, 0, (2 * self.size, -1)).chunk(2)
             each = torch.stack((first, second.flip(0)), 1).flatten(0, 2)
         return reduce_scatter(each, self.group).movedim(0, axis).to(x.dtype)
 
@@ -74,7 +74,7 @@ class Ranks(NamedTuple):
         dim = int(direction == "columnwise")
         parts, shape = dict(plane.parts), list(plane.shape)
         for name in sharded_parts(plane, dim):
-            part = parts[name].unflatten(dim, (batch, -1))
+            part = torch.unflatten(parts[name], dim, (batch, -1))
             parts[name] = self.gathered(part, dim + 1).flatten(dim, dim + 1)
         shape[dim] *= self.size
         return Plane(plane.format, parts, (shape[0], shape[1]))

@@ -232,7 +232,7 @@ class Gathers:
     @property
     def is_delayed(self) -> bool:
         """Whether any plane records an amax for delayed scaling."""
-        return self.amaxes != (None, None)
+        return any(amax is not None for amax in self.amaxes)
 
     def record(self, slots: tuple[Slot | None, Slot | None]) -> None:
         """Let the slots of a call record the amaxes of the tensor."""
