@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40087
+LIBRARY_LINES = 40206
 TOOL_LINES = 7960
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -26,14 +26,14 @@ TESTS = Path(__file__).parent
 BENCH = TESTS.parent / "bench"
 
 BUDGETS = {
-    "attention": (2962, 20, 0),
+    "attention": (2965, 20, 0),
     "cli": (1547, 2, 0),
     "comm": (202, 1, 1),
     "compat": (2520, 7, 0),
     "conversion": (2708, 5, 0),
-    "dispatch": (3509, 1, 0),
+    "dispatch": (3602, 1, 0),
     "distributed": (473, 3, 0),
-    "formats": (1502, 0, 0),
+    "formats": (1516, 0, 0),
     "integrations": (774, 11, 0),
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),
@@ -44,12 +44,12 @@ BUDGETS = {
     "optim": (867, 3, 0),
     "package": (354, 1, 0),
     "pipeline": (1637, 15, 0),
-    "planned": (3504, 16, 1),
+    "planned": (3505, 16, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1435, 0, 0),
     "state": (1969, 11, 0),
-    "tensor": (2900, 16, 0),
+    "tensor": (2908, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

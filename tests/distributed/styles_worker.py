@@ -34,8 +34,11 @@ EXACT = "bf16"
 """The recipe that quantizes nothing. Its modules here have parameters in fp32, so that orders of sums show alone."""
 
 FP8 = "fp8-current", "mxfp8", "fp8-delayed"
-BOUND = {EXACT: 1e-5, **dict.fromkeys(FP8, 0.15)}
-"""Relative error of gradients behind a sum that is rounded to bf16, and then encoded again."""
+BOUND = {EXACT: 1e-5, **dict.fromkeys(FP8, 0.17)}
+"""Relative error of gradients behind a sum that is rounded to bf16, and then encoded again.
+
+FP8 alone changes the gradient of a layer's input by 0.34 to 0.38 against fp32. Another order of sums may add half.
+"""
 
 Plan = dict[str, ParallelStyle]
 MLP = {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
@@ -224,7 +227,11 @@ def a_gated_fc1_may_be_a_shard_of_fsdp_alone(folder: Path) -> None:
 def optimizers_step_beside_plain_norms(folder: Path) -> None:
     cut = parallelize_module(layer("mxfp8"), mesh(), LAYER)
     before = {name: p.detach().clone() for name, p in cut.named_parameters()}
-    for optimizer in (duotone.optim.AdamW(cut.parameters(), lr=0.1), torch.optim.AdamW(cut.parameters(), lr=0.1)):
+    # torch's foreach, its default on CUDA, refuses plain tensors beside DTensors
+    for optimizer in (
+        duotone.optim.AdamW(cut.parameters(), lr=0.1),
+        torch.optim.AdamW(cut.parameters(), lr=0.1, foreach=False),
+    ):
         cut(torch.randn(16, 2, 64).bfloat16()).sum().backward()
         optimizer.step()
     assert all(not torch.equal(*map(local, (p, before[name]))) for name, p in cut.named_parameters())
