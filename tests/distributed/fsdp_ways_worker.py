@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import math
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -455,7 +456,9 @@ def a_model_that_nothing_holds_is_freed(folder: Path) -> None:
         once(m)
         weight = weakref.ref(m[0].weight)
         del m
-        gc.collect()
+        deadline = time.monotonic() + 10  # on CUDA a thread of autograd may still let go of what backward read
+        while weight() is not None and time.monotonic() < deadline:
+            gc.collect()
         assert weight() is None, is_quantized
 
 
@@ -512,7 +515,7 @@ def ranks_that_would_gather_other_planes_are_told(folder: Path) -> None:
     m = duotone.gather_quantized(shard_of("mxfp8"))
     with duotone.autocast(recipe=recipes.load("mxfp8" if dist.get_rank() else "fp8-current")):
         message = refusal(lambda: m(torch.randn(4, 128).bfloat16()))
-    assert "would gather other planes: rank" in message and "mxfp8_e4m3" in message, message
+    assert "would gather other planes: first, rank" in message and "mxfp8_e4m3" in message, message
 
 
 def trained(m: nn.Module, rows: int) -> list[Tensor]:

@@ -34,11 +34,10 @@ EXACT = "bf16"
 """The recipe that quantizes nothing. Its modules here have parameters in fp32, so that orders of sums show alone."""
 
 FP8 = "fp8-current", "mxfp8", "fp8-delayed"
-BOUND = {EXACT: 1e-5, **dict.fromkeys(FP8, 0.17)}
-"""Relative error of gradients behind a sum that is rounded to bf16, and then encoded again.
-
-FP8 alone changes the gradient of a layer's input by 0.34 to 0.38 against fp32. Another order of sums may add half.
-"""
+BOUND = {EXACT: 1e-5, **dict.fromkeys(FP8, 0.15)}
+"""Relative error behind a sum that is rounded to bf16, and then encoded again."""
+OF_LAYERS = {EXACT: 1e-5, **dict.fromkeys(FP8, 0.22)}
+"""That of gradients. FP8 alone changes those of a layer by up to 0.45 against fp32; another order of sums, by half."""
 
 Plan = dict[str, ParallelStyle]
 MLP = {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
@@ -76,11 +75,11 @@ def compare(m: nn.Module, plan: Plan, recipe: str, x: Tensor, exact: tuple[str, 
         outputs[-1].backward(torch.randn(outputs[0].shape, generator=checks.seeded(4)).to(x.dtype))
     want = dict(m.named_parameters())
     close(outputs[1], outputs[0], BOUND[recipe], f"{recipe}: output")
-    close(inputs[1].grad, inputs[0].grad, BOUND[recipe], f"{recipe}: gradient of the input")
+    close(inputs[1].grad, inputs[0].grad, OF_LAYERS[recipe], f"{recipe}: gradient of the input")
     for name, p in cut.named_parameters():
         assert type(p.grad) is type(p.detach()), name
         assert not isinstance(p, DTensor) or p.grad.placements == p.placements, name
-        close(p.grad, want[name].grad, BOUND[recipe], f"{recipe}: gradient of {name}")
+        close(p.grad, want[name].grad, OF_LAYERS[recipe], f"{recipe}: gradient of {name}")
         if name in exact and recipe != EXACT:
             same(p.grad.full_tensor(), want[name].grad, f"{recipe}: gradient of {name}")
     return cut
