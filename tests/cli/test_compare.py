@@ -172,6 +172,7 @@ def test_a_full_disk_costs_a_comparison_no_run(duotone, text_file, tmp_path, mon
     with pytest.raises(RuntimeError, match="a bug"):
         duotone(*arguments)
     assert duotone("compare", "--resume", "--out", tmp_path / "a")[0] == 0
+    assert "--resume" not in json.loads((tmp_path / "a" / "result.json").read_text())["settings"]["command"]
     assert steps == [1, 2, 3, 1, 3, 1, 2, 3]
     assert [len(run["train_loss"]) for run in runs_of(tmp_path / "a")] == [3, 3]
 

@@ -77,7 +77,7 @@ def compare(  # noqa: PLR0913 (one argument for each option)
         parallel_run.compare(context, parallel, folder, chosen, as_json=as_json, resume=resume, every=save_every)
         return
     saving, publish = comparison.saving(folder, save_every), partial(summary.write_numbers, folder=folder)
-    about: Settings = {**chosen.about, "command": context.obj}
+    about: Settings = {"command": context.obj, **chosen.about}
     with files.locked(files.make_folder(folder)), Interrupt() as interrupt:
         if not resume:
             comparison.forget(saving.folder)

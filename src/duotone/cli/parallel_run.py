@@ -105,7 +105,7 @@ def compare(
             with run_display.choose() if first else contextlib.nullcontext(Progress()) as display:
                 result = comparison.compare(
                     *chosen[:3],
-                    {**chosen.about, "command": context.obj},
+                    {"command": context.obj, **chosen.about},
                     progress=display,
                     should_stop=lambda: agreed(interrupt()),
                     publish=partial(summary.write_numbers, folder=folder) if first else None,

@@ -83,7 +83,7 @@ def continued_comparison(folder: Path, typed: Sequence[object], *, seeds: int) -
     corpus = data.load(config.data, context=config.preset.model.context)
     if document.digests(config, corpus) != settings.get("digests"):
         raise UserError(f"the data or the model has changed since the comparison in {folder}: compare anew")
-    about: Settings = {"size": settings["size"]} if "size" in settings else {}
+    about: Settings = {name: settings[name] for name in ("command", "size") if name in settings}
     return Runs(config, continuation.take_over(runs, result, config.steps), corpus, about)
 
 
