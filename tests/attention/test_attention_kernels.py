@@ -302,6 +302,15 @@ def test_the_plan_picks_what_was_measured_to_be_faster(measured, recipe) -> None
     assert "high precision, which is faster there" in rows["PV"].reason and rows["dS K"].kernel == "cuDNN"
 
 
+@pytest.mark.parametrize(
+    ("width", "words"), [(128, "padding below 4096 queries"), (64, "padding with gradients in all")]
+)
+def test_a_plan_says_which_masked_calls_run_in_high_precision(width, words) -> None:
+    """Without gradients, heads of width 64 run in FP8 under windows, too: see `LeastTokens.for_call`."""
+    core = DotProductAttention(2, width, name="a", recipe=MEASURED)
+    assert f"windows, sequences and causal {words}" in core.plan_rows(MEASURED, "sm90")[0].reason
+
+
 @pytest.mark.parametrize("recipe", [replace(MEASURED, strict=True), CURRENT, FILE, replace(MEASURED, fp8_mha=True)])
 def test_a_demand_for_fp8_is_no_matter_of_speed(measured, recipe) -> None:
     core = DotProductAttention(2, 64, qkv_format="bshd", name="a", recipe=recipe)

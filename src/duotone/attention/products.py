@@ -189,7 +189,9 @@ def product_rows(problem: AttentionProblem, is_measured: bool, least: LeastToken
         reason = ""
         if is_measured:
             reason = "calls with a mask of pairs or of less work run in high precision, which is faster there: "
-            forward, training, *others = ("in all" if each >= NEVER else f"below {each} queries" for each in least)
+            below = [f"below {each} queries" if each < NEVER else "" for each in least]
+            forward, training = (each or "in all" for each in below[:2])
+            others = (each or "with gradients in all" for each in below[2:])
             reason += f"{forward} without gradients, {training} with them, "
             reason += "windows, sequences and causal padding {}, other padding {} (dpa_min_tokens)".format(*others)
         elif least.forward:
