@@ -257,3 +257,14 @@ def test_a_mask_that_does_not_fit_moves_no_seed() -> None:
     with pytest.raises(UserError):
         layer(torch.randn(16, 2, 32, requires_grad=True), attention_mask=torch.zeros(3, 5, dtype=torch.bool))
     assert all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "nvfp4"])
+@pytest.mark.parametrize("shape", [(0, 2, 64), (4, 0, 64)])
+def test_a_batch_without_tokens_has_an_empty_output_and_zero_gradients(recipe: str, shape: tuple[int, ...]) -> None:
+    layer = TransformerLayer(64, 128, 4, recipe=recipe)
+    x = torch.randn(shape, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == x.shape == x.grad.shape
+    assert all(not p.grad.any() for p in layer.parameters())
