@@ -13,7 +13,7 @@ _VARIANTS: dict[str, Format] = {}
 
 def register(fmt: Format) -> Format:
     """Add a format under its name. RecipeError if the name is taken."""
-    if fmt.name in _FORMATS:
+    if fmt.name in _FORMATS or fmt.name in _VARIANTS:
         raise RecipeError(f"format {fmt.name!r} is registered already; choose another name")
     _FORMATS[fmt.name] = _marked(fmt)
     return fmt
