@@ -305,6 +305,25 @@ def test_one_graph_serves_all_steps_without_masters() -> None:
         torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_compiled_step_counts_from_the_first_gradient_of_each_parameter(late: int) -> None:
+    """In groups, where Dynamo reads the state of all parameters once. torch's AdamW is the oracle."""
+    torch._dynamo.reset()
+    counts = []
+    for kind in (torch.optim.AdamW, AdamW):
+        parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+        optimizer = kind([{"params": parameters[:1]}, {"params": parameters[1:]}])
+        step = torch.compile(optimizer.step, backend="eager") if kind is AdamW else optimizer.step
+        for at in range(4):
+            for p in parameters:
+                p.grad = torch.ones_like(p)
+            if at == 0:
+                parameters[late].grad = None
+            step()
+        counts.append([int(optimizer.state[p]["step"]) for p in parameters])
+    assert counts[0] == counts[1]
+
+
 def test_a_compiled_step_that_writes_masters_has_the_bits_of_eager() -> None:
     """A graph would hold the numbers of one step, so such a step runs outside of graphs and compiles nothing again."""
     torch._dynamo.reset()

@@ -93,7 +93,7 @@ class AdamW(Optimizer):
         stochastically without a seed, MissingPlaneError if a quantized parameter cannot be written.
         """
         compiling = torch.compiler.is_dynamo_compiling()
-        if compiling and closure is None and all([self._init_group(group) for group in self.param_groups]):
+        if compiling and closure is None and self._init_group():
             return self._step(None)
         if not compiling and "torch._dynamo" not in sys.modules:
             return self._step(closure)
@@ -132,18 +132,22 @@ class AdamW(Optimizer):
         self._marks.update((p, Mark.of(p)) for _, ps in computed for p in ps)  # pieces of a weight share a version
         return loss
 
-    def _init_group(self, group: Group) -> bool:
-        """Whether a graph may hold the step of a group. If so, its state exists. Dynamo never traces this method."""
-        parameters = [p for p in group["params"] if p.grad is not None]
+    def _init_group(self) -> bool:
+        """Whether a graph may hold the step. If so, the state of all groups exists.
+
+        Dynamo never traces this method. It reads the state once, after the first call, so one call creates all of it.
+        """
+        pairs = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         try:
-            check_dtypes(group)
-            if any(is_computed(p, self.state.get(p, {}), group) for p in parameters):
-                return False
-            for parameter in parameters:
+            for group in self.param_groups:
+                check_dtypes(group)
+            for group, parameter in pairs:
                 check_step(parameter, group)
         except UserError:
             return False  # the step outside of graphs raises it
-        for parameter in parameters:
+        if any(is_computed(p, self.state.get(p, {}), group) for group, p in pairs):
+            return False
+        for group, parameter in pairs:
             self._state_of(group, parameter, parameter)
         return True
 
