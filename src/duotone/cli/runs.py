@@ -83,7 +83,11 @@ def continued_comparison(folder: Path, typed: Sequence[object], *, seeds: int) -
     corpus = data.load(config.data, context=config.preset.model.context)
     if document.digests(config, corpus) != settings.get("digests"):
         raise UserError(f"the data or the model has changed since the comparison in {folder}: compare anew")
-    about: Settings = {name: settings[name] for name in ("command", "size") if name in settings}
+    about: Settings = {}
+    if "command" in settings:
+        about["command"] = settings["command"]
+    if "size" in settings:
+        about["size"] = settings["size"]
     return Runs(config, continuation.take_over(runs, result, config.steps), corpus, about)
 
 
