@@ -76,16 +76,13 @@ def continued_comparison(folder: Path, typed: Sequence[object], *, seeds: int) -
     files.require_writable(folder)
     path = folder / summary.RESULT
     result = continuation.load(path)
-    recipes = continuation.recipes_of(result, path)
     settings = result["settings"]
     config = config_from({}, settings.get("config"))
-    runs = comparison.plan_runs(config, recipes, max(seeds, settings.get("seeds", 1)))
+    runs = comparison.plan_runs(config, continuation.recipes_of(result, path), max(seeds, settings.get("seeds", 1)))
     corpus = data.load(config.data, context=config.preset.model.context)
     if document.digests(config, corpus) != settings.get("digests"):
         raise UserError(f"the data or the model has changed since the comparison in {folder}: compare anew")
-    about: Settings = {}
-    if "command" in settings:
-        about["command"] = settings["command"]
+    about: Settings = {"command": settings["command"]} if "command" in settings else {}
     if "size" in settings:
         about["size"] = settings["size"]
     return Runs(config, continuation.take_over(runs, result, config.steps), corpus, about)
@@ -100,8 +97,8 @@ def training(
     UserError if a fresh run finds checkpoints in the folder, or one to resume finds none that fits.
     """
     checkpoints = folder / CHECKPOINTS
+    files.require_writable(folder)
     if not resume:
-        files.require_writable(folder)
         _require_no_run(folder)
         summary.require_none(folder, force)
         chosen, config = make_strict(library.load_any(recipe or "mxfp8"), strict), config_from(typed)
@@ -111,7 +108,6 @@ def training(
             _require_no_run(folder)  # another process may have had the lock meanwhile
             yield trainer, Run(chosen.name, chosen, config.seed)
         return
-    files.require_writable(folder)
     checkpoint.latest(checkpoints)  # a UserError before the lock makes a file
     with files.locked(folder):
         files.remove_leftovers(checkpoints, checkpoint.STEP_NAME)
