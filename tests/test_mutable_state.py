@@ -61,7 +61,7 @@ ALLOWED = {
     "formats.registry._FORMATS": REGISTRY,
     "formats.scaled_format._tiled": PURE,
     "formats.registry._VARIANTS": REGISTRY,
-    "linear.plane_source.STEPS": "counts optimizer steps for weight caches: fused optimizers leave no version",
+    "linear.plane_source.STEPS": "marks optimizer steps for weight caches: fused optimizers leave no version",
     "ops.quantize_op.STAGES": GRAPHS,
     "ops.quantize_op._NUMBERS": "a name, and so a seed, for each op that nobody named",
     "pipeline.autograd.RUNNER": "what runs a pipeline; an observer wraps it while it watches",

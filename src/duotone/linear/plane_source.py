@@ -86,27 +86,27 @@ def source_of_plain(quantizer: Quantizer) -> PlaneSource:
     return HIGH_PRECISION if type(quantizer) is Quantizer and quantizer == IN_HIGH_PRECISION else ENCODE_NOW
 
 
-Stamp = tuple[Quantizer, torch.dtype, torch.device, torch.Size, int, tuple[tuple[int, int], ...]]
+Stamp = tuple[Quantizer, torch.dtype, torch.device, torch.Size, object, tuple[tuple[int, int], ...]]
 
 
 class OptimizerSteps:
-    """Counts the steps of all optimizers of the process, from the first weight cache on.
+    """Marks the steps of all optimizers of the process, from the first weight cache on.
 
-    Fused optimizers write weights without a new version, so a cache compares the count too.
+    Fused optimizers write weights without a new version, so a cache compares `last` too. It is a new object for each
+    step, and not a count: a compiled step has a guard on each number that it reads, and would compile again.
     """
 
     def __init__(self) -> None:
-        self.count = 0
-        self.is_registered = False
+        self.last, self.is_registered = object(), False
 
     def register(self) -> None:
-        """Start to count, unless it was started before."""
+        """Start to mark steps, unless it was started before."""
         if not self.is_registered:
             self.is_registered = True
             register_optimizer_step_post_hook(self)
 
     def __call__(self, *_: object) -> None:
-        self.count += 1
+        self.last = object()
 
 
 STEPS = OptimizerSteps()
@@ -213,4 +213,4 @@ class WeightCache:
         if any(owner.is_inference() for owner in owners):
             return None
         versions = tuple((id(owner), owner._version) for owner in owners)
-        return quantizer, x.dtype, x.device, x.shape, STEPS.count, versions
+        return quantizer, x.dtype, x.device, x.shape, STEPS.last, versions

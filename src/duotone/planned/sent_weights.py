@@ -113,7 +113,7 @@ class SentWeight:
         self.groups = [group.group_name for group in mesh.get_all_groups()]
         self.weight: OperandPlan | None = None
         self.gathers = Gathers((None, None), False)
-        self.stamp: tuple[int, ...] = ()
+        self.stamp: tuple[object, ...] = ()
         self.is_sent = False
         """Whether a forward has sent it since. The next one measures again: writes through `.data` leave no version."""
         self.amaxes: dict[Usage, Tensor] = {}
@@ -217,11 +217,11 @@ class SentWeight:
             require_same(names, self.shard.device, group, UNLIKE)
 
     @property
-    def writes(self) -> tuple[int, ...]:
+    def writes(self) -> tuple[object, ...]:
         """A value that changes with every write that leaves a version, and with every step of an optimizer."""
         param = self.gathers.param
         holders = (self.shard,) if param is None else (self.shard, param.sharded_param)
-        return STEPS.count, *[0 if holder.is_inference() else holder._version for holder in holders]
+        return STEPS.last, *[0 if holder.is_inference() else holder._version for holder in holders]
 
     def of_model(self) -> "Iterator[SentWeight]":
         """This weight and all others under one root of FSDP2."""
