@@ -60,6 +60,13 @@ def test_queries_may_have_another_dtype_than_the_cache() -> None:
     assert out.dtype == torch.float32 and (out - plain).norm() < 0.1 * plain.norm()
 
 
+def test_heads_in_high_precision_are_stored_in_the_dtype_of_the_cache() -> None:
+    heads = torch.randn(1, 3, 2, 16)
+    for dtype in (torch.float16, torch.float32):
+        keys, _ = KVCache(1, 4, 2, 16, format="identity").append(heads.to(dtype), heads.to(dtype), "bshd")
+        assert torch.equal(keys, heads.to(dtype).bfloat16())
+
+
 def test_bad_input_is_refused_in_one_line_and_changes_nothing() -> None:
     cache = KVCache(1, 4, 2, 16)
     heads = torch.randn(1, 3, 2, 16)
@@ -74,9 +81,14 @@ def test_bad_input_is_refused_in_one_line_and_changes_nothing() -> None:
             cache.append(heads[0], heads[0], "thd")
         with pytest.raises(UserError, match="a kv_cache goes with attn_mask_type 'causal' or 'no_mask'"):
             core(heads, heads, heads, torch.zeros(3, 3).bool(), attn_mask_type="arbitrary", kv_cache=cache)
+        for options in ({"window_size": 3}, {"window_size": (-2, 0)}, {"cu_seqlens_kv": torch.tensor([0, 1])}):
+            with pytest.raises(UserError, match=r"window_size is|a kv_cache goes with"):
+                core(*(heads[:, :1],) * 3, kv_cache=cache, **options)
     with pytest.raises(UserError, match="generate under"):
         cache.append(heads[:, :1].requires_grad_(), heads[:, :1], "bshd")
     assert cache.tokens == 3
     for name in ("fp8_e4m3_tensor", "nvfp4_sr", "fp8_e4m3_128x128", "nvfp4"):
         with pytest.raises(UserError, match="scales belong to one row"):
             KVCache(1, 4, 2, 16, format=name)
+    with pytest.raises(UserError, match=r"a floating dtype; got torch\.int32"):
+        KVCache(1, 4, 2, 16, dtype=torch.int32)

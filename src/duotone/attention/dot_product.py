@@ -116,12 +116,13 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         layout = check_layout(qkv_format or self.qkv_format)
         self._check(layout, query_layer, key_layer, value_layer)
         if kv_cache is not None:
-            attn_mask_type = self._kind_with_cache(attn_mask_type, attention_mask is None and cu_seqlens_q is None)
+            attn_mask_type = self._kind_with_cache(attn_mask_type, attention_mask, cu_seqlens_q, cu_seqlens_kv)
+        kind = mask_type(attn_mask_type or self.attn_mask_type)
+        window = window_of(kind, window_size or self.window_size)
         recipe, group = self.meet_recipe_of_call(self.recipe)
         if kv_cache is not None:
             cached = kv_cache.append(key_layer, value_layer, layout)
             key_layer, value_layer = (x.to(query_layer.dtype) for x in cached)
-        kind = mask_type(attn_mask_type or self.attn_mask_type)
         heads = query_layer, key_layer, value_layer
         is_low, ranks = self.over_ranks(recipe, query_layer, key_layer, layout)
         seen = self.visible(
@@ -135,7 +136,6 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             ranks=ranks,
         )
         if is_low and self._pays(recipe, heads, layout, seen, kind, ranks):
-            window = window_of(kind, window_size or self.window_size)
             return self._low_precision.run(heads, layout, seen, window, recipe, group, ranks)
         query, key, value = (to_heads(x, layout) for x in heads)
         options = {"dropout": self.dropout, "scale": self.softmax_scale}
@@ -164,10 +164,10 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         warnings.warn(problem, stacklevel=3)
         return False, None
 
-    def _kind_with_cache(self, name: str | None, is_plain: bool) -> str:
+    def _kind_with_cache(self, name: str | None, *masks: object) -> str:
         name = name or self.attn_mask_type
         kind = mask_type(name)
-        if kind.padding or kind.arbitrary or not is_plain:
+        if kind.padding or kind.arbitrary or any(mask is not None for mask in masks):
             raise UserError(
                 f"a kv_cache goes with attn_mask_type 'causal' or 'no_mask' and no masks of the call; got {name!r}"
             )

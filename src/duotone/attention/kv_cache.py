@@ -30,6 +30,8 @@ class KVCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise UserError(f"a KVCache returns a floating dtype; got {dtype!r}: try torch.bfloat16")
         fmt = formats.get(format)
         if fmt.alignment[0] != 1 or fmt.spans_rows or fmt.is_stochastic:
             raise UserError(f"a KVCache takes formats whose scales belong to one row; got {format}: try fp8_e4m3_row")
@@ -77,7 +79,8 @@ class KVCache:
             matrix = heads.movedim(axis, 0).reshape(-1, self.width)
             rows = slice(self.tokens * self.batch * self.groups, (self.tokens + new) * self.batch * self.groups)
             for name, part in encode_plane(self.format, matrix).parts.items():
-                parts[name][rows] = part.view(parts[name].dtype)
+                stored = parts[name]
+                stored[rows] = part if stored.dtype == self.dtype else part.view(stored.dtype)
         self.tokens += new
         first, second = (self._heads(parts, axis) for parts in self._parts)
         return first, second

@@ -48,15 +48,12 @@ def mask_type(name: str) -> MaskType:
 
 def window_of(kind: MaskType, size: Window | None) -> Window:
     """The number of keys that a query sees before and after its position; -1 is all. Causality allows none after it."""
-    left, right = size or UNBOUNDED
-    if (
-        (size and not all(isinstance(side, int) for side in size))
-        or min(left, right) < -1
-        or (kind.causal and right > 0)
-    ):
+    size = UNBOUNDED if size is None else size
+    is_pair = isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(side, int) for side in size)
+    if not is_pair or min(size) < -1 or (kind.causal and size[1] > 0):
         allowed = "(left, 0)" if kind.causal else "(left, right)"
         raise UserError(f"window_size is {size}; give {allowed} with numbers from -1 on, -1 for no bound")
-    return (left, 0) if kind.causal else (left, right)
+    return size[0], 0 if kind.causal else size[1]
 
 
 class Side(NamedTuple):
