@@ -118,6 +118,15 @@ def test_delayed_scales_come_from_the_step_before_and_go_into_checkpoints() -> N
     assert not torch.equal(moved.duotone_backward.scale, module.duotone_backward.scale)
 
 
+def test_a_first_step_without_tokens_starts_no_scale() -> None:
+    module, other = core(DPA), core(DPA)
+    for tokens, batch in ((0, 2), (3, 0)):
+        empty = [x[:batch] for x in heads(tokens)]
+        assert [t.shape for t in step(module, empty)[1:]] == [t.shape for t in empty]
+    for first, second in zip(step(module, heads(20)), step(other, heads(20)), strict=True):
+        assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize(
     ("recipe", "dropout"), [(DPA, 0.0), (CURRENT, 0.3), (duotone.DelayedScaling(fp8_dpa=True), 0.0)]
 )

@@ -151,7 +151,7 @@ def differentiate(
     p_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from the operands of the products, the output and the results of `attend`."""
-    if ds.is_new:
+    if ds.is_new and x.q_row.numel() and x.k_row.numel():
         ds.start(torch.stack([tile.ds.abs().amax() for tile in tiles(x, out, lse, blocks)]))
     dq, dk, dv = torch.zeros_like(x.q_row), torch.zeros_like(x.k_row), torch.zeros_like(x.v_row)
     for block, rows, cols, weights, mask, gradient in tiles(x, out, lse, blocks):
