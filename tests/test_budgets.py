@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40213
+LIBRARY_LINES = 40220
 TOOL_LINES = 7960
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -30,7 +30,7 @@ BUDGETS = {
     "cli": (1547, 2, 0),
     "comm": (202, 1, 1),
     "compat": (2520, 7, 0),
-    "conversion": (2708, 5, 0),
+    "conversion": (2710, 5, 0),
     "dispatch": (3602, 1, 0),
     "distributed": (473, 3, 0),
     "formats": (1516, 0, 0),
@@ -43,12 +43,12 @@ BUDGETS = {
     "ops": (1465, 0, 0),
     "optim": (871, 3, 0),
     "package": (354, 1, 0),
-    "pipeline": (1637, 15, 0),
+    "pipeline": (1639, 15, 0),
     "planned": (3505, 16, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1435, 0, 0),
-    "state": (1969, 11, 0),
+    "state": (1972, 11, 0),
     "tensor": (2908, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

@@ -118,6 +118,9 @@ def test_what_weights_cannot_become_is_refused_before_anything_changes() -> None
         duotone.convert_parameters(plain, MXFP8, masters={"7.weight": torch.zeros(32, 32)})
     with pytest.raises(UserError, match=r"a master of shape \(2, 2\) for the weight of 0, which is \(32, 32\)"):
         duotone.convert_parameters(plain, MXFP8, masters={"0.weight": torch.zeros(2, 2)})
+    for masters in ({"0.weight": None}, {"0.weight": plain[0].weight.detach().numpy()}, [plain[0].weight]):
+        with pytest.raises(UserError, match="masters is a dict of tensors by full parameter name"):
+            duotone.convert_parameters(plain, MXFP8, masters=masters)
     weights = (tied[2].weight, pair[0].weight, plain[0].weight)
     assert not any(isinstance(weight, duotone.QuantizedTensor) for weight in weights)
 

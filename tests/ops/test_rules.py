@@ -401,5 +401,7 @@ def test_an_unknown_pass_is_refused_and_unregistering_a_stranger_is_nothing() ->
         UserError, match=r"a rewrite rule for 'sideways' is unknown; allowed are both, forward, backward"
     ):
         ops.register_rule(lambda stages: stages, "sideways")
+    with pytest.raises(UserError, match="a rewrite rule is a function of a tuple of stages; got str"):
+        ops.register_rule("fuse")
     ops.unregister_rule(lambda stages: stages)
     assert kinds([ops.GELU(), linear()])[0] == [FUSED]

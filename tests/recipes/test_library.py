@@ -271,6 +271,12 @@ def test_a_recipe_goes_to_json_and_toml_and_comes_back_as_it_was(make, tmp_path:
     assert pickle.loads(pickle.dumps(recipe)) == recipe
 
 
+def test_the_text_of_a_recipe_may_be_asked_for_by_its_name() -> None:
+    assert recipes.dumps("mxfp8") == recipes.dumps(recipes.MXFP8BlockScaling())
+    with pytest.raises(RecipeError, match="dumps takes a recipe or its name; got int"):
+        recipes.dumps(3)
+
+
 def odd_names() -> recipes.Recipe:
     """Texts that need escapes, and a recipe inside a recipe inside a recipe."""
     rule = recipes.Rule(module='a"b\\c\n\x7f\u00e9\U0001f600', format="mxfp8_e4m3")

@@ -83,6 +83,8 @@ def test_a_recipe_may_come_first_and_anything_else_there_is_an_error() -> None:
             duotone.autocast(wrong)
     with pytest.raises(UserError, match="enabled is"):
         duotone.autocast(NV, recipe=MX)
+    with pytest.raises(UserError, match="enabled is 'mxfp8'; allowed are true and false: name the recipe as recipe="):
+        duotone.quantized_model_init("mxfp8")
 
 
 def test_a_schedule_is_refused_with_the_remedy() -> None:

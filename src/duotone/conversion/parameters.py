@@ -62,7 +62,7 @@ def convert_parameters(
     for name, module in planned:
         _refuse_parts(name, module)
     plans = [(name, module, *_planned_as(module, recipe)) for name, module in planned]
-    conversions = _conversions(model, plans, masters or {}, preserve)
+    conversions = _conversions(model, plans, {} if masters is None else masters, preserve)
     _publish(conversions)
     for _, module, plan, slots in plans:
         module.recipe = recipe
@@ -183,6 +183,8 @@ def _is_plain(quantizer: Quantizer) -> bool:
 
 def _masters(model: nn.Module, weights: set[int], masters: Mapping[str, Tensor]) -> dict[int, Tensor]:
     """Masters by the identity of the weight. UserError if a name is not a weight of a planned module."""
+    if not isinstance(masters, Mapping) or not all(isinstance(master, Tensor) for master in masters.values()):
+        raise UserError("masters is a dict of tensors by full parameter name; got other values")
     names = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False) if id(p) in weights}
     unknown = sorted(set(masters) - set(names))
     if unknown:

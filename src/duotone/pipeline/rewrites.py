@@ -37,6 +37,8 @@ def register_rule(rule: Rule, when: str = "both", *, prepend: bool = False) -> N
     A fused stage of a rule for "both" may save anything for its backward. A fused stage for a single pass has to save,
     or to read, exactly what its basic stages would.
     """
+    if not callable(rule):
+        raise UserError(f"a rewrite rule is a function of a tuple of stages; got {type(rule).__name__}")
     if when not in RULES.rules:
         raise UserError(f"a rewrite rule for {when!r} is unknown; allowed are {', '.join(RULES.rules)}")
     RULES.rules[when].insert(0 if prepend else len(RULES.rules[when]), rule)

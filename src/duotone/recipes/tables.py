@@ -11,7 +11,7 @@ from duotone.recipes.builtin import BUILTIN
 from duotone.recipes.custom import CustomRecipe
 from duotone.recipes.delayed import history
 from duotone.recipes.limits import PHASES, RULES, Table, check_number, is_list, is_table
-from duotone.recipes.recipe import Recipe, with_new_names
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, with_new_names
 from duotone.recipes.rules import Rule, RuleRecipe
 from duotone.recipes.schedule import Phase, Schedule
 from duotone.tensor.history import History
@@ -138,9 +138,9 @@ def _only(table: Table, allowed: tuple[str, ...], what: str) -> None:
 BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def dumps(value: Recipe | Schedule) -> str:
+def dumps(value: RecipeLike | Schedule) -> str:
     """TOML that `load` or `load_schedule` reads back; functions appear by name and are not read back."""
-    return text_of(value.to_dict())
+    return text_of((value if isinstance(value, Schedule) else as_recipe("dumps", value)).to_dict())
 
 
 def text_of(data: Table) -> str:

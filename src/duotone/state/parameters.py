@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from duotone.errors import UserError
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.state.region import Region, RegionManager, Stack, innermost
 
@@ -41,5 +42,7 @@ class quantized_model_init(RegionManager[Construction]):
     def __init__(
         self, enabled: bool = True, *, recipe: RecipeLike | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
+        if not isinstance(enabled, bool):
+            raise UserError(f"enabled is {enabled!r}; allowed are true and false: name the recipe as recipe=")
         chosen = None if recipe is None else as_recipe("quantized_model_init", recipe)
         self._options = enabled, chosen, preserve_high_precision_init_val
