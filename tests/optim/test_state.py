@@ -380,3 +380,35 @@ def test_pieces_of_one_weight_keep_the_masters_of_the_whole(groups: int) -> None
     masters = [optimizers[1].state[p]["master"] for p in (a, b)]
     assert torch.equal(torch.cat(masters), optimizers[0].state[whole.weight]["master"])
     assert torch.equal(torch.cat([a, b]), whole.weight)
+
+
+@pytest.mark.parametrize("writer", ["step", "group", "optimizer"])
+def test_a_piece_keeps_its_master_while_others_are_written(writer: str) -> None:
+    """Steps without its gradient, a group without masters and another optimizer write the piece beside it alone."""
+    a, b = duotone.Linear(16, 32, bias=False, params_dtype=torch.bfloat16, parameters_split=("a", "b")).parameters()
+    alone = nn.Parameter(b.detach().clone())
+    groups = [{"params": [a], "master_weights": writer != "group"}, {"params": [b]}]
+    cut = [groups] if writer != "optimizer" else [[each] for each in groups]
+    optimizers = [AdamW(each, lr=1e-4, master_weights=True) for each in [*cut, [alone]]]
+    for seed in range(3):
+        a.grad, grad = torch.randn(2, *a.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        b.grad = alone.grad = None if seed == 1 and writer == "step" else grad
+        for optimizer in optimizers:
+            optimizer.step()
+    states = [optimizers[at].state[p]["master"] for at, p in ((-2, b), (-1, alone))]
+    assert torch.equal(*states) and torch.equal(b, alone)
+    assert not torch.equal(states[0], b.detach().float())
+
+
+def test_a_write_into_a_piece_reaches_its_master() -> None:
+    a, b = duotone.Linear(16, 32, bias=False, params_dtype=torch.bfloat16, parameters_split=("a", "b")).parameters()
+    optimizer = AdamW([a, b], lr=0.0, master_weights=True)
+    for seed in range(2):
+        for p in (a, b):
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        if seed == 0:
+            master = optimizer.state[b]["master"].clone()
+            with torch.no_grad():
+                a.fill_(2.0)
+    assert (optimizer.state[a]["master"] == 2.0).all() and torch.equal(optimizer.state[b]["master"], master)

@@ -91,8 +91,8 @@ def adopt_writes(parameter: Tensor, master: Tensor, mark: Mark) -> None:
     """Copy to the master what other code wrote into the parameter since the mark.
 
     - A new version shows that the parameter was written.
-    - After a move to other memory, and after a load, it may have been written or not. Then the master takes the
-      elements that differ from its rounded values.
+    - After a move to other memory, after a load, and beside pieces of one weight, which share a version, it may have
+      been written or not. Then the master takes the elements that differ from its rounded values.
     - A parameter that was converted to another format keeps its master.
     """
     now = Mark.of(parameter)
@@ -101,7 +101,7 @@ def adopt_writes(parameter: Tensor, master: Tensor, mark: Mark) -> None:
         return
     parameter = shard_of(parameter)
     values = values_of(parameter)
-    if is_moved or mark.is_load:
+    if is_moved or mark.is_load or parameter.untyped_storage().nbytes() > parameter.nbytes:
         expected = _rounded(parameter, master, mark.dtype) if now.format == mark.format else None
         if expected is None:
             return
