@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40220
+LIBRARY_LINES = 40223
 TOOL_LINES = 7960
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -41,7 +41,7 @@ BUDGETS = {
     "modules": (742, 3, 0),
     "observe": (2331, 6, 0),
     "ops": (1465, 0, 0),
-    "optim": (871, 3, 0),
+    "optim": (874, 3, 0),
     "package": (354, 1, 0),
     "pipeline": (1639, 15, 0),
     "planned": (3505, 16, 1),

@@ -13,6 +13,7 @@ import duotone
 from duotone import recipes
 from duotone.errors import UserError
 from duotone.optim import AdamW
+from duotone.tensor.context import FixedScale, QuantizeContext
 
 
 def parameters() -> list[nn.Parameter]:
@@ -326,6 +327,23 @@ def test_other_memory_with_the_same_values_keeps_the_bits_of_the_master(move) ->
         optimizer.param_groups[0]["lr"] = 0.0
         step(optimizer, 1)
         assert torch.equal(optimizer.state[p]["master"], before)
+
+
+def test_a_master_beyond_its_delayed_scale_outlives_a_move_and_a_load() -> None:
+    """The codes clip the master, which is no write of others."""
+    p = random_parameter(pair("fp8_e4m3_delayed"))
+    p.context = QuantizeContext(slots=(FixedScale(torch.tensor([256.0])), None))
+    optimizer = AdamW([p], lr=0.0, master_weights=True)
+    step(optimizer, 0)
+    before = optimizer.state[p]["master"].clone()
+    assert before.abs().max() > 448 / 256 == p.dequantize().abs().max()
+    MOVES["clone"](p)
+    step(optimizer, 1)
+    assert torch.equal(optimizer.state[p]["master"], before)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    loaded(p, p.detach().clone())
+    step(optimizer, 2)
+    assert torch.equal(optimizer.state[p]["master"], before)
 
 
 def test_another_model_that_is_loaded_after_the_optimizer_becomes_the_master() -> None:

@@ -11,6 +11,7 @@ from duotone.formats import Format
 from duotone.optim.moments import CODES, DTYPES
 from duotone.optim.update import Group, Saved
 from duotone.tensor import QuantizedTensor
+from duotone.tensor.context import FixedScale
 from duotone.tensor.fsdp import shard_of
 
 
@@ -118,5 +119,7 @@ def _rounded(parameter: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor | 
         return None
     written = parameter.detach().clone()
     assert isinstance(written, QuantizedTensor)
-    written.context = replace(parameter.context, slots=(None, None))  # keeps delayed scales, and records nothing
+    scales = [plane.parts["scale"] if plane and plane.format.is_delayed else None for plane in written.planes]
+    row, col = (None if scale is None else FixedScale(torch.ones_like(scale) / scale) for scale in scales)
+    written.context = replace(parameter.context, slots=(row or col, col))  # the scales may have clipped the master
     return values_of(written.copy_(master))
