@@ -74,11 +74,11 @@ def continued_comparison(folder: Path, typed: Sequence[object], *, seeds: int) -
     if any(typed):
         raise UserError(f"--resume takes the settings of the comparison in {folder}: leave all but --out and --seeds")
     files.require_writable(folder)
-    path = folder / summary.RESULT
-    result = continuation.load(path)
+    result = continuation.load(path := folder / summary.RESULT)
+    recipes = continuation.recipes_of(result, path)  # a UserError before the settings are read
     settings = result["settings"]
     config = config_from({}, settings.get("config"))
-    runs = comparison.plan_runs(config, continuation.recipes_of(result, path), max(seeds, settings.get("seeds", 1)))
+    runs = comparison.plan_runs(config, recipes, max(seeds, settings.get("seeds", 1)))
     corpus = data.load(config.data, context=config.preset.model.context)
     if document.digests(config, corpus) != settings.get("digests"):
         raise UserError(f"the data or the model has changed since the comparison in {folder}: compare anew")
