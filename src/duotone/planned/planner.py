@@ -26,9 +26,10 @@ from duotone.pipeline.titles import title
 from duotone.planned import delayed_states, traced_stages
 from duotone.planned.alike import WRAPPED
 from duotone.planned.opaque_stage import OpaqueStage
+from duotone.planned.sent_weights import require_planes
 from duotone.planned.traced_stages import Call, Key, TracedSlot
 from duotone.planned.weight_options import WeightOptions
-from duotone.planned.weights import demand, follow, lacks_rowwise, records_amaxes
+from duotone.planned.weights import demand, follow, is_sent, lacks_rowwise, records_amaxes
 from duotone.recipes.recipe import Recipe, drop_dead
 from duotone.state import seeds
 from duotone.state.autocast_context import active_region
@@ -140,6 +141,8 @@ class Planner:
     def plan(self, recipe: Recipe, call: Call | None = None, mode: AmaxMode = AmaxMode.USE) -> LinearPlan:
         """The plan under a recipe. See `answer` for when the recipe is asked."""
         plan = build_plan(self.request(recipe, call), self.answer(recipe))
+        if plan.weight.is_kept and any(map(is_sent, self.module.weights)):
+            require_planes(self.module, plan.weight)
         if mode is AmaxMode.DEFER:  # its recompute takes the seeds of a forward with gradients
             plan = replace(plan, seeds=sum(operand.stream is not None for operand in plan.operands.values()))
         return plan
@@ -229,8 +232,8 @@ class Planner:
         module = self.module
         if any(map(is_distributed, module.weight_owners(0))):  # of another block, which FSDP2 has not gathered
             return False
-        is_cast = module.weights[0].dtype is not dtype
-        return key.weight_is_cast == is_cast and key.weight_held == self._formats_of(module.weight_held)
+        formats = module.weights[0].dtype is not dtype, self._formats_of(module.weight_held)
+        return (key.weight_is_cast, key.weight_held) == formats
 
     def _formats_of(self, quantizer: Quantizer | None) -> str:
         """The formats of a quantized weight. A quantizer of a user's class equals no other one."""
@@ -342,8 +345,7 @@ class Planner:
 
     def _with_states(self, plan: LinearPlan, group: str, mode: AmaxMode) -> Sequence[LinearPlan]:
         """The plan of each linear with its slots in the delayed states, which are created if they are absent."""
-        module = self.module
-        weights = module.weights
+        module, weights = self.module, self.module.weights
         if not plan.is_delayed:
             return [plan] * len(weights)
         numbers = delayed_states.states_of_call(module, plan, group, mode)
@@ -393,7 +395,6 @@ class Planner:
                     main_grad(weight)
         flagged = isinstance(first, Tensor)
         key = stage, None if flagged else first, flagged, overwrites
-        variant = self.variants.get(key)
-        if variant is None:
-            variant = self.variants[key] = module.make_variant(stage, first, overwrites)
-        return variant
+        if key not in self.variants:
+            self.variants[key] = module.make_variant(stage, first, overwrites)
+        return self.variants[key]

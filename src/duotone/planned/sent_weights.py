@@ -100,6 +100,15 @@ def _refusal(parameter: "DTensor", weight: OperandPlan) -> str:
     return READ_AS_IT_IS if weight.differentiates_original else ""
 
 
+def require_planes(module: "Planned", weight: OperandPlan) -> None:
+    """UserError if backward multiplies a weight as it is, of which the ranks gather planes alone."""
+    if weight.differentiates_original:
+        raise UserError(
+            f"{title(module)}: {READ_AS_IT_IS}, and gather_quantized sends planes alone; use "
+            "backward_override = 'dequantized', or give the recipe to the model before it is sharded"
+        )
+
+
 class SentWeight:
     """The hooks of one shard (M, K). FSDP2 calls it before a gather."""
 
@@ -175,11 +184,7 @@ class SentWeight:
     def prepare(self, dtype: torch.dtype, rows: int) -> None:
         """Choose the formats: those of the first call that gathers. `rows` is the number of rows of the weight."""
         plan = self.module.plans.plan(active_recipe() or self.module.recipe, Call(str(self.shard.device), dtype))
-        if plan.weight.differentiates_original:
-            raise UserError(
-                f"{title(self.module)}: {READ_AS_IT_IS}, and gather_quantized sends planes alone; use "
-                "backward_override = 'dequantized', or give the recipe to the model before it is sharded"
-            )
+        require_planes(self.module, plan.weight)
         self.weight, self.dtype, self.rows = plan.weight.from_cache(plan.weight.source, True), dtype, rows
         row, col = self.weight.formats
         self.step = max(row.alignment[0] if row else 1, col.alignment[1] if col else 1)

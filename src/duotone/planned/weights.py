@@ -258,6 +258,12 @@ def records_amaxes(weight: Tensor) -> bool:
     return isinstance(weight, QuantizedTensor) and weight.gathers is not None and weight.gathers.is_delayed
 
 
+def is_sent(weight: Tensor) -> bool:
+    """Whether FSDP2 has gathered planes of a plain weight."""
+    param = weight.gathers.param if isinstance(weight, QuantizedTensor) and weight.gathers is not None else None
+    return param is not None and not isinstance(param._sharded_local_tensor, QuantizedTensor)
+
+
 class ShardedParameters:
     """Mixed in before an nn.Module."""
 
