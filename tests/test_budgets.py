@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40235
+LIBRARY_LINES = 40246
 TOOL_LINES = 7960
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -30,7 +30,7 @@ BUDGETS = {
     "cli": (1547, 2, 0),
     "comm": (202, 1, 1),
     "compat": (2520, 7, 0),
-    "conversion": (2710, 5, 0),
+    "conversion": (2717, 5, 0),
     "dispatch": (3602, 1, 0),
     "distributed": (473, 3, 0),
     "formats": (1516, 0, 0),
@@ -47,7 +47,7 @@ BUDGETS = {
     "planned": (3517, 16, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
-    "serving": (1435, 0, 0),
+    "serving": (1439, 0, 0),
     "state": (1972, 11, 0),
     "tensor": (2908, 16, 0),
 }

@@ -1,5 +1,7 @@
 """Names and sites: which module of a model is which, for roles, rules and plans."""
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -12,6 +14,12 @@ def require_model(taker: str, value: object) -> None:
     if isinstance(value, type) or not isinstance(value, nn.Module):
         got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
         raise UserError(f"{taker} takes a torch.nn.Module; got {got}: give the model itself")
+
+
+def require_masters(masters: object) -> None:
+    """UserError unless `masters` is a dict of tensors."""
+    if not isinstance(masters, Mapping) or not all(isinstance(master, Tensor) for master in masters.values()):
+        raise UserError("masters is a dict of tensors by full parameter name; got other values")
 
 
 def assign_names(root: nn.Module) -> nn.Module:

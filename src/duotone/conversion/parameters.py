@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from duotone.conversion.naming import require_model
+from duotone.conversion.naming import require_masters, require_model
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
 from duotone.linear.core import record
@@ -183,8 +183,7 @@ def _is_plain(quantizer: Quantizer) -> bool:
 
 def _masters(model: nn.Module, weights: set[int], masters: Mapping[str, Tensor]) -> dict[int, Tensor]:
     """Masters by the identity of the weight. UserError if a name is not a weight of a planned module."""
-    if not isinstance(masters, Mapping) or not all(isinstance(master, Tensor) for master in masters.values()):
-        raise UserError("masters is a dict of tensors by full parameter name; got other values")
+    require_masters(masters)
     names = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False) if id(p) in weights}
     unknown = sorted(set(masters) - set(names))
     if unknown:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from duotone.conversion.naming import require_model
+from duotone.conversion.naming import require_masters, require_model
 from duotone.dispatch.stages import uncompiled
 from duotone.errors import UserError
 from duotone.modules import LayerNormLinear
@@ -57,7 +57,7 @@ def export(
     Only some rows of a weight are in memory at a time. An old folder is replaced at the end. If the process dies, the
     next export of the same values continues after the last whole shard. A UserError comes before anything is written.
     """
-    options = ExportOptions(scheme, ignore, masters or {}, calibrate, allow_requantize, max_shard_bytes)
+    options = ExportOptions(scheme, ignore, masters, calibrate, allow_requantize, max_shard_bytes)
     return write_export(model, Path(path), options)
 
 
@@ -78,9 +78,13 @@ def write_export(model: nn.Module, path: Path, options: ExportOptions, names: St
     require_model("export", model)
     refuse_model(model)
     scheme = scheme_of_recipe(model) if options.scheme is None else get_scheme(options.scheme)
-    masters = options.masters or {}
-    weights = {} if scheme is None else selected_weights(model, scheme, options.ignore, masters, names)
-    refuse_arguments(model, weights, masters, options.ignore)
+    masters = {} if options.masters is None else options.masters
+    ignore = (options.ignore,) if isinstance(options.ignore, str) else options.ignore
+    require_masters(masters)
+    weights = {} if scheme is None else selected_weights(model, scheme, ignore, masters, names)
+    refuse_arguments(model, weights, masters, ignore)
+    if not isinstance(options.max_shard_bytes, int | float) or not options.max_shard_bytes > 0:
+        raise UserError(f"max_shard_bytes is {options.max_shard_bytes!r}; give a number above 0")
     if scheme is not None and not weights:
         raise UserError(
             f"no linear would be stored as {scheme.name}, because the recipe or ignore= keeps all in high precision; "
@@ -131,7 +135,7 @@ def _calibrated(
 
     UserError without a calibration, and for a linear that did not run or read no finite value.
     """
-    if calibrate is None:
+    if not callable(calibrate):
         other = "NVFP4A16" if scheme == "NVFP4" else "FP8_DYNAMIC"
         remedy = f"give calibrate=lambda: model(batch), or export scheme {other}"
         raise UserError(f"scheme {scheme} stores the scales of activations; {remedy}")
