@@ -249,6 +249,8 @@ def what_cannot_be_cut_is_refused_before_anything_changes(folder: Path) -> None:
         (make(duotone.MultiheadAttention, 64, 4, **by_kind), ATTENTION, "leave fuse_qkv_params"),
         (make(duotone.LayerNormLinear, 64, 64), RowwiseParallel(), "use ColwiseParallel"),
         (make(duotone.LayerNormLinear, 64, 64, return_layernorm_output=True), ColwiseParallel(), "tp_group="),
+        (make(duotone.LayerNormLinear, 64, 64, return_bias=True), ColwiseParallel(), "linears of one output"),
+        (make(duotone.Linear, 64, 64, return_bias=True), RowwiseParallel(), "linears of one output"),
     ):
         before = dict(m.named_parameters())
         refused(lambda m=m, plan=plan: parallelize_module(m, mesh(), plan), words)  # type: ignore[misc]

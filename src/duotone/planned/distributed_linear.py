@@ -116,7 +116,7 @@ def local_operands(module: "PlannedLinear", x: "Spread | None") -> tuple[Sharded
                 part._buffers[key] = buffer.to_local()
     weights = [weight for weight in parameters_of(module, "weight") if is_distributed(weight)]
     stored = placement_of(weights[0], f"the weight of {name}")
-    every = () if module.return_bias else parameters_of(module, "bias")
+    every = parameters_of(module, "bias")
     biases = [bias for bias in every if is_distributed(bias)]
     if len(biases) < len(every) or any(placement_of(bias, f"the bias of {name}") != call.bias for bias in biases):
         raise UserError(f"{title(module)}: beside a weight of {stored!r} its bias has to be a DTensor of {call.bias!r}")

@@ -123,9 +123,8 @@ class PlannedLinear(Planned):
 
     @property
     def distributes(self) -> tuple[str, ...]:
-        if self.layout.mode is not None or not self.stored_weight or holds_codes(self.weight_owners(0)[0]):
-            return ()
-        return tuple(self._parameters)
+        is_plain = self.layout.mode is None and not self.return_bias and bool(self.stored_weight)
+        return tuple(self._parameters) if is_plain and not holds_codes(self.weight_owners(0)[0]) else ()
 
     def operands(
         self, stage: LinearStage, info: TensorInfo, extra: Sequence[object], weight: Tensor, bias: Tensor | None

@@ -311,6 +311,6 @@ class ShardedParameters:
     def _refuse(self, name: str) -> None:
         raise UserError(
             f"{title(self)} takes no {name} that is a DTensor; give "
-            "parallelize_module plain linears whose weights are whole and not quantized, or leave the module out and "
-            "build it with parallel_mode=, tp_group="
+            "parallelize_module plain linears of one output, whose weights are whole and not quantized, or leave the "
+            "module out and build it with parallel_mode=, tp_group="
         )
