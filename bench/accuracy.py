@@ -66,8 +66,8 @@ def measure(recipe: recipes.Recipe, data: str) -> dict[str, dict[str, float]]:
     x, w, dy = x.double(), w.double(), dy.double()
     pairs = (y.detach(), x @ w.t()), (leaf.grad, dy @ w), (module.weight.grad, dy.t() @ x)
     record: dict[str, dict[str, float]] = {"error": {}, "typical": {}}
-    for name, (got, exact) in zip(RESULTS_OF, pairs, strict=True):
-        lost = got.double() - exact
+    for name, (result, exact) in zip(RESULTS_OF, pairs, strict=True):
+        lost = result.double() - exact
         lines = [(lost.norm(dim=dim) / exact.norm(dim=dim)).median().item() for dim in (0, 1)]
         record["error"][name] = round((lost.norm() / exact.norm()).item(), 6)
         record["typical"][name] = round(max(lines), 6)

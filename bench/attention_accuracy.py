@@ -77,11 +77,11 @@ def measure(recipe: Recipe, data: str) -> dict[str, dict[str, float]]:
     z.backward(do.double())
     record: dict[str, dict[str, float]] = {"error": {}, "cosine": {}}
     pairs = [(y, z), *((a.grad, b.grad) for a, b in zip(leaves, exact, strict=True))]
-    for name, (got, right) in zip(RESULTS_OF, pairs, strict=True):
-        assert got is not None and right is not None
-        got, right = got.detach().double().flatten(), right.detach().flatten()
-        record["error"][name] = round(((got - right).norm() / right.norm()).item(), 5)
-        record["cosine"][name] = round(F.cosine_similarity(got, right, dim=0).item(), 5)
+    for name, (result, reference) in zip(RESULTS_OF, pairs, strict=True):
+        assert result is not None and reference is not None
+        result, reference = result.detach().double().flatten(), reference.detach().flatten()
+        record["error"][name] = round(((result - reference).norm() / reference.norm()).item(), 5)
+        record["cosine"][name] = round(F.cosine_similarity(result, reference, dim=0).item(), 5)
     return record
 
 

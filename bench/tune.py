@@ -135,14 +135,14 @@ SUBJECTS = {
 
 def tune(choices: Iterator[Choice], clock: Callable[[Callable[[], object]], float]) -> Iterator[dict[str, Any]]:
     """A record a choice, the present one first; the error where a kernel cannot take one."""
-    want: dict[str, list[Tensor]] = {}
+    references: dict[str, list[Tensor]] = {}
     for what, choice, call in choices:
         try:
-            got = call()
+            results = call()
         except Exception as error:  # Triton's own, of shapes, shared memory and registers
             yield {"what": what, "choice": choice, "error": str(error).splitlines()[0][:100]}
             continue
-        same = all(torch.equal(a, b) for a, b in zip(want.setdefault(what, got), got, strict=True))
+        same = all(torch.equal(a, b) for a, b in zip(references.setdefault(what, results), results, strict=True))
         yield {"what": what, "choice": choice, "ms": round(clock(call), 4), "same_bits": same}
 
 

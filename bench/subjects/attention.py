@@ -116,7 +116,7 @@ def candidates(settings: Settings, shape: Shape, trains: bool) -> list[Candidate
     plain = [
         Candidate(name, lambda backend=backend: of_torch(heads, shape, trains, backend)) for name, backend in backends
     ]
-    ours = [
+    of_duotone = [
         Candidate(name, lambda recipe=recipe: of_recipe(recipe, heads, shape, trains))
         for each in settings.recipes
         for name, recipe in variants(each, trains).items()
@@ -126,7 +126,7 @@ def candidates(settings: Settings, shape: Shape, trains: bool) -> list[Candidate
         for tiles in TILES
         if settings.device == "cuda" and not trains
     ]
-    return [*plain, *ours, *kernels]
+    return [*plain, *of_duotone, *kernels]
 
 
 def cases(settings: Settings, shape: Shape) -> list[Case]:

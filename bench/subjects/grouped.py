@@ -59,7 +59,7 @@ class GroupedMM(nn.Module):
         return torch._grouped_mm(x, self.weight.transpose(-2, -1), offs=self.offsets)  # pyright: ignore
 
 
-def ours(count: int, width: int, out: int, device: str, recipe: Recipe) -> nn.Module:
+def grouped_linear(count: int, width: int, out: int, device: str, recipe: Recipe) -> nn.Module:
     options = {"bias": False, "device": device, "params_dtype": layer.DTYPE, "recipe": recipe}
     return GroupedLinear(count, width, out, **options)
 
@@ -74,7 +74,7 @@ def candidates(
     shared = layer.inputs(settings.device, rows, width, out, finish)
 
     def make(recipe: Recipe) -> nn.Module:
-        return ours(len(splits), width, out, settings.device, recipe)
+        return grouped_linear(len(splits), width, out, settings.device, recipe)
 
     entries = layer.of_torch(lambda: Experts(splits, width, out, settings.device), shared)
     if settings.device == "cuda":

@@ -15,7 +15,7 @@ def plain(width: int, out: int, device: str) -> nn.Module:
     return nn.Linear(width, out, bias=False, device=device, dtype=layer.DTYPE)
 
 
-def ours(width: int, out: int, device: str, recipe: Recipe) -> nn.Module:
+def duotone_linear(width: int, out: int, device: str, recipe: Recipe) -> nn.Module:
     return duotone.Linear(width, out, bias=False, device=device, params_dtype=layer.DTYPE, recipe=recipe)
 
 
@@ -26,7 +26,7 @@ def candidates(
     shared = layer.inputs(settings.device, rows, width, out, finish)
     return [
         *layer.of_torch(lambda: plain(width, out, settings.device), shared),
-        *layer.of_recipes(lambda recipe: ours(width, out, settings.device, recipe), shared, settings),
+        *layer.of_recipes(lambda recipe: duotone_linear(width, out, settings.device, recipe), shared, settings),
     ]
 
 

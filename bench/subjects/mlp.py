@@ -59,7 +59,7 @@ def candidates(settings: Settings, shape: Shape, kind: Kind) -> list[Candidate]:
     tokens, width, hidden = shape
     shared = layer.inputs(settings.device, tokens, width, width)
 
-    def ours(recipe: Recipe) -> nn.Module:
+    def layer_norm_mlp(recipe: Recipe) -> nn.Module:
         return LayerNormMLP(
             width,
             hidden,
@@ -73,7 +73,7 @@ def candidates(settings: Settings, shape: Shape, kind: Kind) -> list[Candidate]:
         )
 
     plain = layer.of_torch(lambda: PlainMLP(kind, width, hidden, settings.device), shared)
-    return [*plain, *layer.of_recipes(ours, shared, settings)]
+    return [*plain, *layer.of_recipes(layer_norm_mlp, shared, settings)]
 
 
 def cases(settings: Settings, shape: Shape) -> list[Case]:
