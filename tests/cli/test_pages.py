@@ -1,4 +1,4 @@
-"""The commands on the pages: each is known, those of `duotone` parse as they are written, and some pages run small.
+"""The commands on the pages, in blocks and in text: each exists and parses as it is written, and some pages run small.
 
 A small run has a model of one layer, and a fiftieth of the steps and of the context that the page names.
 """
@@ -7,11 +7,14 @@ import importlib.util
 import json
 import re
 import shlex
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
+from bench import ranks
 from duotone.cli import runs
 from duotone.cli.main import cli
 from duotone.lab import presets, texts
@@ -35,16 +38,17 @@ RUN = {
     "docs/report.md": 3,
     "docs/many-gpus.md": 1,
     "docs/from-te.md": 2,
-    "docs/command-line.md": 15,
+    "docs/command-line.md": 16,
+    "docs/choosing.md": 3,
 }
 """Pages whose commands run, and how many do. The numbers show that none is left out unseen."""
 
 ELSEWHERE = {
     "torchrun": "tests/cli/test_parallel.py",
-    "search": "tests/cli/test_search.py",
     "advise": "tests/cli/test_advise.py",
     "bench": "it times a device: tests/cli/test_bench.py",
     "--model": "tests/cli/test_model.py",
+    "cuda": "a GPU",
     "pip": "an installation: tests/try_wheel.py",
     "pytest": "a test",
 }
@@ -64,19 +68,29 @@ def commands(text: str) -> list[list[str]]:
     return [line for line in words if line]
 
 
-TYPED = [(page, line) for page, text in PAGES.items() if page not in FRAGMENTS for line in commands(text)]
+def cited(text: str) -> list[list[str]]:
+    """The words of each `duotone` command between backticks in the text of a page. `N` stands for a number."""
+    lines = re.findall(r"`(?:[A-Z]+=\S+ )?(duotone \w[^`\n]*)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return [shlex.split(re.sub(r"\bN\b", "1", line)) for line in dict.fromkeys(lines)]
+
+
+TYPED = [
+    (page, line) for page, text in PAGES.items() for line in ([] if page in FRAGMENTS else commands(text)) + cited(text)
+]
 
 
 @pytest.mark.parametrize(("page", "line"), TYPED, ids=[f"{page}: {shlex.join(line)[:60]}" for page, line in TYPED])
-def test_a_command_exists_as_it_is_written(page: str, line: list[str]) -> None:
+def test_a_command_exists_as_it_is_written(page: str, line: list[str], monkeypatch) -> None:
     """Options and choices of `duotone`; targets, extras, scripts and modules of this repository."""
     program, *words = line
+    if program == "torchrun":
+        get_args_parser().parse_args(words)
     if program == "torchrun" or line[:2] == ["python", "-m"]:
         at = words.index("-m") if "-m" in words else next(n for n, word in enumerate(words) if word.endswith(".py"))
         program, *words = words[at + 1 :] if words[at] == "-m" else words[at:]
     if program == "duotone":
         group = cli
-        if words[0] == "bench":
+        if words[0] == "bench" and words[1:]:
             from bench.command import bench as group
 
             words = words[1:]
@@ -90,6 +104,9 @@ def test_a_command_exists_as_it_is_written(page: str, line: list[str]) -> None:
         assert {extra for word in words for extra in re.findall(r"\[(\w+)\]", word)} <= extras.keys()
     elif program == "pytest" or program.endswith(".py"):
         assert (ROOT / (program if program.endswith(".py") else words[-1])).is_file()
+    elif program == "bench.ranks":
+        monkeypatch.setattr(sys, "argv", line[line.index(program) :])
+        assert ranks.parse().shape == words[words.index("--shape") + 1]
     else:
         assert importlib.util.find_spec(program) is not None
 
@@ -118,6 +135,8 @@ def test_the_commands_of_a_page_run_in_a_row(page: str, duotone, tmp_path, monke
         assert duotone("compare", "--seeds", 2, "--lr", 2e-3, "--out", "runs/other", "--recipes", "mxfp8")[0] == 0
     lines = [line for line in commands(PAGES[page]) if not ELSEWHERE.keys() & set(line)]
     assert len(lines) == RUN[page]
+    if any("search" in line for line in lines):
+        pytest.importorskip("scipy", reason="pip install 'scipy>=1.11'")
     for program, *words in map(small, lines):
         code, out, err = duotone(*words)
         assert program == "duotone" and code == 0 and out, f"duotone {shlex.join(words)}: {err}"
