@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40246
+LIBRARY_LINES = 40250
 TOOL_LINES = 7960
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -29,7 +29,7 @@ BUDGETS = {
     "attention": (2968, 20, 0),
     "cli": (1547, 2, 0),
     "comm": (202, 1, 1),
-    "compat": (2520, 7, 0),
+    "compat": (2525, 7, 0),
     "conversion": (2717, 5, 0),
     "dispatch": (3602, 1, 0),
     "distributed": (473, 3, 0),
@@ -44,7 +44,7 @@ BUDGETS = {
     "optim": (874, 3, 0),
     "package": (354, 1, 0),
     "pipeline": (1639, 15, 0),
-    "planned": (3517, 16, 1),
+    "planned": (3516, 16, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1439, 0, 0),

@@ -85,6 +85,17 @@ def test_only_linears_that_the_filter_takes_are_converted() -> None:
     assert formats == {"0": "identity", **dict.fromkeys("23", "fp8_e4m3_row_pow2_eps1e-12")}
 
 
+def test_a_second_call_leaves_the_linears_of_the_first_alone() -> None:
+    """torchao swaps what the filter takes: models get several configs, one after the other."""
+    converted = torchao.convert_to_float8_training(
+        model(), module_filter_fn=lambda _, name: name == "0", config="rowwise"
+    )
+    torchao.convert_to_float8_training(converted, module_filter_fn=lambda _, name: name == "2")
+    formats = {row.module: row.a for row in duotone.plan(converted) if row.gemm == "fprop"}
+    expected = {"0": "fp8_e4m3_row_pow2_eps1e-12", "2": "fp8_e4m3_tensor_eps1e-12", "3": "identity"}
+    assert formats == expected
+
+
 def test_experts_and_heads_follow_torchao() -> None:
     """It converts every nn.Linear, heads too, and nothing else."""
     mixed = nn.ModuleDict({"moe": duotone.MoE(32, 64, 2), "lm_head": nn.Linear(32, 96)})

@@ -15,6 +15,7 @@ from duotone.conversion.left_alone import left_alone
 from duotone.conversion.naming import require_model, sites_of
 from duotone.conversion.targets import targets
 from duotone.errors import UserError
+from duotone.planned.planned import Planned
 from duotone.recipes import Rule, RuleRecipe
 
 __all__ = [
@@ -153,17 +154,21 @@ def convert_to_float8_training(
     """Convert in place the linears for which `module_filter_fn(linear, full name)` is true; without it, all linears.
 
     `config` is a config of torchao or of this module, or a name of `from_recipe_name`; None is "tensorwise". Other
-    modules stay in high precision. UserError if the config has no counterpart.
+    modules stay as they are, those of earlier calls too. UserError if the config has no counterpart.
     """
     require_model("convert_to_float8_training", module)
     recipe = recipe_from(config or Float8LinearConfig())
     excluded = {
-        target.name
+        target.name: target.module
         for target in targets(module, left_alone(module), sites_of(module))
         if not isinstance(target.module, nn.Linear)
         or not (module_filter_fn is None or module_filter_fn(target.module, target.name))
     }
-    return convert(module, recipe, [Rule(module=name, format=formats.IDENTITY.name) for name in sorted(excluded)])
+    earlier = [(each, each.recipe, each.rules) for each in excluded.values() if isinstance(each, Planned)]
+    convert(module, recipe, [Rule(module=name, format=formats.IDENTITY.name) for name in sorted(excluded)])
+    for each, before, rules in earlier:
+        each.adopt(before, rules, each.module_name, each.site)
+    return module
 
 
 def _format(cast: Any, element: str, power_of_two: bool) -> str:
