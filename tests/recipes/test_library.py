@@ -105,6 +105,8 @@ def test_a_role_that_no_rule_matches_stays_in_high_precision(tmp_path: Path) -> 
         ("rule = 3", "no key 'rule'; allowed are name, strict, backward_override"),
         ("[[rules]]\nformt = 'mxfp8_e4m3'", "rule 1 has no key 'formt'; allowed are module"),
         ("[[rules]]\nformat = 'mxfp9'", "format 'mxfp9' is unknown; did you mean"),
+        ("[[rules]]\nformat = 'NVFP4'", "format 'NVFP4' is unknown; did you mean nvfp4,"),
+        ("[[rules]]\nformat = 'bf16'", "format 'bf16' is unknown; identity is high precision,"),
         (
             "[[rules]]\nfprop = 'mxfp8_e4m3'",
             "names no format for input columnwise; add columnwise, wgrad or format",
@@ -135,6 +137,7 @@ def test_a_role_that_no_rule_matches_stays_in_high_precision(tmp_path: Path) -> 
         ("name = ", "is not valid TOML"),
         ("[[rules]]\nlayer = 'first'\nformat = 'mxfp4'", "rule 1: layer is 'first'; give an index or a range"),
         ("[[rules]]\nmodule_regex = '('\nformat = 'mxfp4'", "rule 1: module_regex '(' is no regular expression"),
+        ("base = 'MXFP8'", "recipe 'MXFP8' is unknown; did you mean mxfp8?"),
         ("base = 'mxfp9'", "recipe 'mxfp9' is unknown; did you mean mxfp8? allowed are bf16"),
         ("base = 3", "base is 3; give the name of a recipe, a file, or a table of one"),
         ("base = 'absent.toml'", "absent.toml cannot be read"),

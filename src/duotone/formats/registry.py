@@ -29,9 +29,9 @@ def get(name: str) -> Format:
     stem, floored, value = str(name).rpartition("_eps")
     if floored and stem in _FORMATS:
         return _variant(stem, value, name)
-    near = ", ".join(difflib.get_close_matches(str(name), _FORMATS, n=3, cutoff=0.4))
+    near = ", ".join(difflib.get_close_matches(str(name).lower(), _FORMATS, n=3, cutoff=0.5))
     hint = f"did you mean {near}? " if near else ""
-    raise RecipeError(f"format {name!r} is unknown; {hint}`duotone formats` lists all")
+    raise RecipeError(f"format {name!r} is unknown; {hint}identity is high precision, and `duotone formats` lists all")
 
 
 def names() -> list[str]:
