@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40250
+LIBRARY_LINES = 40286
 TOOL_LINES = 7960
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -37,19 +37,19 @@ BUDGETS = {
     "integrations": (774, 11, 0),
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),
-    "linear": (1941, 5, 0),
+    "linear": (1946, 5, 0),
     "modules": (742, 3, 0),
     "observe": (2331, 6, 0),
-    "ops": (1465, 0, 0),
+    "ops": (1470, 0, 0),
     "optim": (874, 3, 0),
     "package": (354, 1, 0),
-    "pipeline": (1639, 15, 0),
-    "planned": (3516, 16, 1),
+    "pipeline": (1645, 15, 0),
+    "planned": (3532, 16, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1439, 0, 0),
     "state": (1972, 11, 0),
-    "tensor": (2908, 16, 0),
+    "tensor": (2912, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -48,7 +48,7 @@ NODES: dict[str, tuple[Any, ...]] = {
 OF_MODULES = {"delayed_scale", "traced_scale"}
 OF_STAGES = {"stage_forward", "stage_backward", "stage_backward_kept"}
 OF_ATTENTION = {"attend", "attend_backward"}
-IN_BACKWARDS = {"roll_after"}
+IN_BACKWARDS = {"roll_after", "traced_roll_after"}
 ON_CUDA = {"block_mm", "cast_planes", "decoded_mm", "delayed_planes", "traced_planes"}
 ON_CUDA |= {"norm_gradients", "produced_planes", "traced_produced"}
 """They have no kernel for the CPU; tests/gpu runs them."""
@@ -71,21 +71,23 @@ def test_a_node_of_a_trace_has_the_values_of_what_it_opens_to(name: str) -> None
     opcheck(getattr(torch.ops.duotone, name).default, NODES[name], test_utils=checks)
 
 
-@pytest.mark.parametrize("name", IN_BACKWARDS)
-def test_an_op_that_runs_in_backwards_is_what_its_schema_says(name: str) -> None:
-    op, results = getattr(torch.ops.duotone, name).default, []
-    x = torch.randn(4, requires_grad=True)
-    x.register_hook(lambda dx: results.append(opcheck(op, (dx,), test_utils=("test_schema", "test_faketensor"))))
-    x.sum().backward()
-    assert set(results[0].values()) == {"SUCCESS"}
-
-
 def plan_of(m: duotone.Linear, x: torch.Tensor) -> str:
     """The name of a plan of the module in graphs."""
     m(x).sum().backward()
     torch.compile(m, backend="eager", fullgraph=True)(x)
     answers = getattr(m.plans.answered, m.recipe.key)
     return next(name for name in vars(PLANS) if name.startswith(f"{m.plans.config}_{answers}_{m.recipe.key}_"))
+
+
+@pytest.mark.parametrize("name", sorted(IN_BACKWARDS))
+def test_an_op_that_runs_in_backwards_is_what_its_schema_says(name: str) -> None:
+    op, results = getattr(torch.ops.duotone, name).default, []
+    m = duotone.Linear(32, 32, recipe=recipes.load("fp8-delayed"))
+    where = (m.plans.handle, plan_of(m, torch.randn(4, 32))) if name == "traced_roll_after" else ()
+    x, checks = torch.randn(4, requires_grad=True), ("test_schema", "test_faketensor")
+    x.register_hook(lambda dx: results.append(opcheck(op, (dx, *where), test_utils=checks)))
+    x.sum().backward()
+    assert set(results[0].values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("name", sorted(OF_STAGES))

@@ -349,3 +349,28 @@ def test_delayed_scales_of_forward_alone_roll_after_each_compiled_backward(kind:
             scales.append(torch.cat([b for name, b in model.named_buffers() if name.endswith("scale")]))
     assert all(torch.equal(*both) for both in zip(scales[:3], scales[3:], strict=True))
     assert not torch.equal(scales[0], scales[1])
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_a_compiled_copy_writes_quantized_weights_with_scales_that_roll(kind: str) -> None:
+    """No op of a graph encodes such a weight. So the backward binds the weights of a copy to the states of the copy."""
+    recipe = recipes.RuleRecipe(
+        rules=(recipes.Rule(tensor_type="weight", format="fp8_e4m3_delayed"), recipes.Rule(format="mxfp8_e4m3")),
+        emulate_mixed=True,
+    )
+    build = {"linear": duotone.Linear, "mlp": duotone.LayerNormMLP}[kind]
+    model = build(64, 64, recipe=recipe, bias=False)
+    duotone.convert_parameters(model, recipe)
+    inputs, states = torch.randn(4, 32, 64), []
+    for compiles in (True, False):  # eager last: its backwards would roll both
+        torch._dynamo.reset()
+        copied = copy.deepcopy(model)
+        run = torch.compile(copied, fullgraph=True, backend="aot_eager") if compiles else copied
+        optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
+        for x in inputs:
+            run(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            states.append([b.clone() for b in copied.buffers()])
+    for compiled, eager in zip(states[:4], states[4:], strict=True):
+        assert all(map(torch.equal, compiled, eager))

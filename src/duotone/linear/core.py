@@ -20,7 +20,7 @@ from duotone.linear.operand_plan import Original
 from duotone.linear.plan import LinearPlan
 from duotone.linear.sink import GRADIENT, Sink
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
-from duotone.tensor.context import QuantizeContext
+from duotone.tensor.context import QuantizeContext, Slot
 from duotone.tensor.plane import Plane, Planes
 
 Item = TypeVar("Item")
@@ -50,6 +50,11 @@ class LinearStage(Stage):
     @property
     def rolls_forward_alone(self) -> bool:
         return self.plan.rolls_forward_alone
+
+    def roll_after(self, gradient: Tensor) -> None:
+        weight = self.plan.weight
+        slot = None if weight.source.encodes else next(filter(None, weight.context.slots), None)
+        (slot or Slot()).roll_after(gradient)
 
     @property
     def refusal(self) -> str:  # type: ignore[override]

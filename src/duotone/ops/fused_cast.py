@@ -46,6 +46,11 @@ class Pair(Stage):
     def rolls_forward_alone(self) -> bool:
         return self.second.rolls_forward_alone or self.first.rolls_forward_alone
 
+    def roll_after(self, gradient: Tensor) -> None:
+        for stage in (self.first, self.second):
+            if stage.rolls_forward_alone:
+                stage.roll_after(gradient)
+
 
 @dataclass(frozen=True, eq=False)
 class CastForward(Pair):

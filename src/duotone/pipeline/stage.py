@@ -6,6 +6,7 @@ Modules and fusible ops are tuples of stages; `pipeline/autograd.py` runs them i
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 Saved = tuple[Any, ...]
@@ -44,6 +45,10 @@ class Stage:
     def rolls_forward_alone(self) -> bool:
         """Whether delayed scales of forward roll at the end of the backward because nothing else asks for it."""
         return False
+
+    def roll_after(self, gradient: Tensor) -> None:
+        """In a trace of the backward: let delayed scales of forward roll at its end."""
+        torch.ops.duotone.roll_after(gradient)
 
     def replay(self, x: Tensor, operands: Sequence[Any], saved: Saved | None) -> tuple[Tensor, ...]:
         """(y, *extra outputs) in operations that autograd differentiates any number of times.

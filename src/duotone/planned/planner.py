@@ -267,18 +267,18 @@ class Planner:
 
     def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
         """The delayed slot of this module for a slot of a template."""
-        _, stage = self._bound(plan)
+        _, stage = self.follow(plan)
         slot = getattr(stage.linears[member].plan, operand).context.slots[side]
         assert slot is not None
         return slot
 
     def eager_stage(self, plan: str, first: bool | None) -> PlannedStage:
         """The stage that an op of a graph runs for this module. `plan` names the template. `first`: see `variant`."""
-        mode, stage = self._bound(plan)
+        mode, stage = self.follow(plan)
         return self._variant(stage, first, overwrites=first is True and mode is not AmaxMode.USE and not in_backward())
 
-    def _bound(self, name: str) -> tuple[AmaxMode, PlannedStage]:
-        """The mode and the eager stage of this module for the template of that name."""
+    def follow(self, name: str) -> tuple[AmaxMode, PlannedStage]:
+        """The mode and the eager stage of this module for a template. Delayed states then follow it."""
         module = self.module
         if name not in self.bound:
             template: traced_stages.Template | None = getattr(traced_stages.PLANS, name, None)

@@ -25,6 +25,8 @@ from duotone.recipes.recipe import drop_dead, keep_for_graphs, recipe_of
 from duotone.state.delayed_slot import define_slot_ops
 from duotone.state.frames import is_trace_recomputed
 from duotone.state.region import AMAX_MODES, AmaxMode
+from duotone.state.rolling import roll_after
+from duotone.state.torch_private import mark_effect
 from duotone.tensor.context import Slot
 from duotone.tensor.history import History
 from duotone.tensor.quantizer import TRACED, Quantizer, name_quantizer
@@ -223,6 +225,9 @@ class TracedSlot(Slot):
     def of_module(self, handle: Tensor) -> "TracedSlot":
         return replace(self, handle=handle)
 
+    def roll_after(self, gradient: Tensor) -> None:
+        torch.ops.duotone.traced_roll_after(gradient, self.handle, self.plan)
+
     def scale_for(self, x: Tensor) -> Tensor:
         return torch.ops.duotone.traced_scale(x, self.handle, self.plan, self.member, self.operand, self.side)
 
@@ -254,6 +259,17 @@ define_op(
     devices=("CUDA",),
     tags=STATEFUL,
 )
+
+
+def _roll_after(gradient: Tensor, handle: Tensor, plan: str) -> None:
+    planner_of(handle).follow(plan)
+    roll_after(gradient)
+
+
+define_op(
+    "traced_roll_after(Tensor gradient, Tensor handle, str plan) -> ()", _roll_after, lambda *_: None, tags=STATEFUL
+)
+mark_effect("duotone::traced_roll_after")
 
 
 def move(planner: "Planner", old: str, new: str) -> None:

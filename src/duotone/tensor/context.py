@@ -59,6 +59,10 @@ class Slot:
         """Like `place`, for the first of `count` slots, `distance` apart. `amaxes` measures all, fp32 (count,)."""
         raise NotImplementedError
 
+    def roll_after(self, gradient: Tensor) -> None:
+        """In the traced backward of a quantized weight, which no op encodes: let the scale roll at its end."""
+        torch.ops.duotone.roll_after(gradient)
+
     def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> list[Tensor]:
         """In traced code: the parts of both planes, in the formats of these names ("" for no plane)."""
         return torch.ops.duotone.cast_planes(x, row, col, propagate, self.scale_for(x))
