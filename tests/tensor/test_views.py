@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tensor_cases import (
     COLUMN,
     QUANTIZERS,
@@ -294,6 +295,33 @@ def test_tensors_like_it(q, usage) -> None:
     with pytest.raises(RuntimeError):
         t.new_empty((-1, 4))
     assert same_parts(snapshot(t), before) and t.quantizer == q
+
+
+@pytest.mark.parametrize("op", [
+    lambda x: F.dropout(x, 0.3),
+    lambda x: F.alpha_dropout(x, 0.3, training=True),
+    lambda x: F.dropout2d(x.view(4, 8, 8, 8), 0.3),
+    lambda x: F.hinge_embedding_loss(x, torch.ones(32, 64).neg(), margin=0.7, reduction="none"),
+    lambda x: F.gumbel_softmax(x),
+    lambda x: torch.empty_like(x).fill_(1 / 3).mul_(0.7),
+    lambda x: torch.mul(x, 0.7, out=x.new_empty(x.shape)),
+], ids=["dropout", "alpha_dropout", "dropout2d", "hinge", "gumbel", "fill", "out"])  # fmt: skip
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4|mxfp8", "fp8_delayed"])
+def test_what_torch_computes_in_a_tensor_like_it_is_not_rounded(op, name) -> None:
+    """torch's own functions write masks and constants such as 1 / (1 - p) into `empty_like` of their input."""
+    t = QUANTIZERS[name].quantize(torch.randn(32, 64))
+    torch.manual_seed(0)
+    expected = op(t.dequantize())
+    torch.manual_seed(0)
+    result = op(t)
+    assert torch.equal(result.dequantize() if isinstance(result, QuantizedTensor) else result, expected)
+
+
+def test_a_tensor_like_it_stays_quantized_if_another_one_shares_its_planes() -> None:
+    like = torch.empty_like(MX.quantize(torch.randn(32, 64)))
+    other = like.detach()
+    like.fill_(1 / 3)
+    assert same(like, other) and torch.equal(other.dequantize(), torch.full((32, 64), 0.34375))  # E4M3 and 2^-9
 
 
 def test_a_view_has_tensors_like_it() -> None:

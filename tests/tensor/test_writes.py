@@ -525,3 +525,20 @@ def test_a_traced_write_of_a_shard_is_one_op_where_ranks_need_not_agree() -> Non
     calls = make_fx(parts)(x).graph.find_nodes(op="call_function", target=torch.ops.duotone.encode_planes.default)
     assert len(calls) == 1
     assert all(map(torch.equal, parts(x), [part for plane in MX.encode(x) for part in plane.parts.values()]))
+
+
+@pytest.mark.parametrize("copy", [
+    lambda t: t.clone(), lambda t: t.to(torch.float32, copy=True), lambda t: torch.empty_like(t).copy_(t),
+    lambda t: t.new_empty(64, 64).copy_(t),
+], ids=["clone", "to", "empty_like", "new_empty"])  # fmt: skip
+def test_writes_to_a_copy_record_nothing_for_the_weight(copy) -> None:
+    """An averaged or perturbed copy of a weight must not change the weight's next scale. A view writes the weight."""
+    model = duotone.convert(torch.nn.Linear(64, 64), "fp8-delayed", rules=())
+    duotone.convert_parameters(model, "fp8-delayed")
+    model(torch.randn(64, 64)).sum().backward()
+    recorded = model.duotone_forward.amax_history.clone()
+    with torch.no_grad():
+        copy(model.weight.detach()).mul_(1000.0)
+        assert torch.equal(model.duotone_forward.amax_history, recorded)
+        model.weight.detach().mul_(3.0)
+    assert not torch.equal(model.duotone_forward.amax_history, recorded)

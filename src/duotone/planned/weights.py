@@ -100,7 +100,7 @@ def preserved_values(module: nn.Module) -> Iterator[None]:
             setattr(shard, INIT_VALUE, values.to("cpu", copy=True))
 
 
-INTERNAL = ("_rowwise", "_columnwise", "quantizer", "context", "is_piece", "gathers", "_shells", ENTRY)
+INTERNAL = ("_rowwise", "_columnwise", "quantizer", "context", "is_piece", "is_blank", "gathers", "_shells", ENTRY)
 """What a quantized tensor keeps in its __dict__; everything else there is a mark of the user."""
 
 

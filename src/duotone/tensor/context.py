@@ -114,6 +114,10 @@ class QuantizeContext:
             return self
         return self._but(self.slots, seed)
 
+    def without_slots(self) -> "QuantizeContext":
+        """The context of a copy, whose writes record nothing in the history of what it copies."""
+        return self if self.slots == (None, None) else self._but((None, None), self.seed)
+
     def fixed(self) -> "QuantizeContext":
         """The context with which a later encode has the scales of an encode now."""
         row, col = self.slots

@@ -46,7 +46,9 @@ def _detach(t: QuantizedTensor) -> QuantizedTensor:
 
 @_op(aten.clone.default)
 def _clone(t: QuantizedTensor, memory_format: object = None) -> QuantizedTensor:
-    return t.with_planes(t.planes.map(torch.clone), is_piece=False)
+    copy = t.with_planes(t.planes.map(torch.clone), is_piece=False)
+    copy.context = t.context.without_slots()
+    return copy
 
 
 @_op(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -74,6 +76,8 @@ def _to_copy(
         return copy(values_as(t, dtype), dtype=dtype, **layout)
     moved = t.with_planes(t.planes.map(copy), device=device, is_piece=False)
     moved.gathers = t.gathers  # FSDP2 gathers from a copy of a shard that waits on the CPU
+    if device is None or device == t.device:  # a weight that moves stays itself
+        moved.context = t.context.without_slots()
     if is_entry(t):
         mark_entry(moved)
     return moved
@@ -252,6 +256,13 @@ def _like(
     return t.with_planes(Planes(row_plane, col_plane), shape, dtype=dtype, device=device, is_piece=False)
 
 
+def _blank(t: QuantizedTensor, size: Sequence[int], **options: Any) -> Tensor:
+    blank = _like(t, size, make=torch.empty, **options)
+    if isinstance(blank, QuantizedTensor):
+        blank.context, blank.is_blank = t.context.without_slots(), True
+    return blank
+
+
 @_op(aten.new_zeros.default)
 def _new_zeros(t: QuantizedTensor, size: Sequence[int], **options: Any) -> Tensor:
     """FSDP2 creates shards by this. Nobody multiplies them, so a columnwise plane is a view if possible."""
@@ -262,12 +273,12 @@ def _new_zeros(t: QuantizedTensor, size: Sequence[int], **options: Any) -> Tenso
     return zeros
 
 
-OPS[aten.new_empty.default] = partial(_like, make=torch.empty)
+OPS[aten.new_empty.default] = _blank
 
 
 @_op(aten.empty_like.default)
 def _empty_like(t: QuantizedTensor, **options: Any) -> Tensor:
-    return _like(t, t.shape, make=torch.empty, **options)
+    return _blank(t, t.shape, **options)
 
 
 @_op(aten.is_pinned.default)

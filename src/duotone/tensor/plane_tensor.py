@@ -40,6 +40,8 @@ class PlaneTensor(Tensor):
     quantizer: "Quantizer"
     context: QuantizeContext
     is_piece: bool
+    is_blank: bool = False
+    """Whether `empty_like` or `new_empty` just made it: it has no values, and nothing else holds its planes."""
     gathers: "Gathers | None" = None
     """The gathers of a shard of FSDP2, or of the whole tensor that they return."""
 
@@ -162,6 +164,8 @@ class PlaneTensor(Tensor):
         """
         shape = self.shape if shape is None else shape
         other = type(self)(planes, self.quantizer, shape, dtype or self.dtype, device=device or self.device)
+        if self.is_blank:
+            self.is_blank = False  # from now on another tensor may hold its planes
         other.context, other.is_piece = self.context, self.is_piece if is_piece is None else is_piece
         if self.gathers is not None and planes == self.gathers.whole:
             other.gathers = self.gathers

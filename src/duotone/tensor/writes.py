@@ -82,6 +82,7 @@ class Writes(PlaneTensor):
 
     def count_write(self) -> None:
         """Raise the versions of the buffers: a later backward may have saved them. Writes below a dispatch do not."""
+        self.is_blank = False
         parts = [part for part in self.planes.buffers if type(part) is Tensor and not part.is_inference()]
         torch.autograd.graph.increment_version(parts)
 
@@ -136,6 +137,14 @@ class Writes(PlaneTensor):
                     f"the quantizer makes {fmt.name} where the tensor holds {plane.format.name}; "
                     "convert it with duotone.convert_parameters"
                 )
+
+    def hold_high_precision(self) -> None:
+        """Let a blank tensor hold values that are not encoded. Torch writes the mask of a dropout into one, say."""
+        from duotone.tensor.quantizer import Quantizer  # needs QuantizedTensor
+
+        self.quantizer, self.is_blank = Quantizer(), False
+        row = Plane.of(torch.empty(self.matrix_shape, dtype=self.dtype, device=self.device))
+        self._rowwise, self._columnwise = row, row.transposed()
 
     def restart_scales(self) -> None:
         """Before the first step of training, let new values have scales of their own: the history is of others."""
@@ -319,6 +328,8 @@ def run_in_place(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, 
             target.restart_scales()
             if func._schema.name.startswith("c10d::recv"):  # a second wait for the work would fail
                 raise UserError("recv cannot write into a quantized tensor: receive a plain one, then copy_ it")
+            if target.is_blank and func.namespace != COLLECTIVES:
+                target.hold_high_precision()
     widens = torch.Tag.nondeterministic_seeded not in func.tags and func.namespace != COLLECTIVES
     result = None
     for part in _in_parts(func, args, kwargs):
