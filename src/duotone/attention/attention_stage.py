@@ -102,7 +102,7 @@ class AttentionStage(Stage):
     is_stochastic: bool
     is_delayed: bool
     problem: AttentionProblem
-    """Decides the kernels of calls, `forward_kernel` and `backward_kernel`; "" are blocks of keys in plain torch."""
+    """Decides `forward_kernel` and `backward_kernel`, where "" means blocks of keys in plain torch."""
 
     forward_kernel: str
     backward_kernel: str

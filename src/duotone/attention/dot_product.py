@@ -150,7 +150,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
     def over_ranks(self, recipe: Recipe, query: Tensor, key: Tensor, layout: str) -> tuple[bool, Ranks | None]:
         """Whether a call may run in low precision, and the ranks that share its sequence.
 
-        torch's ring takes other numbers of keys, in high precision: RecipeError if the recipe is strict.
+        With unequal numbers of queries and keys torch's ring runs in high precision. RecipeError if `recipe` is strict.
         """
         if not self.requested(recipe):
             return False, None

@@ -37,7 +37,7 @@ def from_heads(x: Tensor, name: str) -> Tensor:
 
 
 def share_of(count: int, groups: int, heads: int) -> tuple[int, int]:
-    """(heads, groups) of a rank with `heads` of `count` heads in `groups`, if that divides; else all of them."""
+    """(heads, groups) of a rank that holds `heads` of the `count` heads. All of them if that does not divide."""
     if heads in (0, count) or count % heads or groups % (count // heads):
         return count, groups
     return heads, groups * heads // count

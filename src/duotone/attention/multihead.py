@@ -241,7 +241,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         return heads + normed
 
     def _check_norms(self) -> None:
-        """UserError if a norm of heads has parameters whose gradients would be those of this rank's heads alone."""
+        """UserError if gradients of a norm of heads would miss the heads of other ranks."""
         for norm in (self.q_norm, self.k_norm):
             if norm is not None and not all(map(is_distributed, norm.parameters())):
                 axis = len(self.qkv_format) - 2

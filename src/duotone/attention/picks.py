@@ -58,6 +58,6 @@ class Pick(NamedTuple):
 
 
 def _min_tokens(recipe: Recipe) -> int | str:
-    """`dpa_min_tokens`; 0 where rules name attention, low precision is a demand, or query, key and value are codes."""
+    """`dpa_min_tokens`. 0 for "measured" if the recipe is strict, or names attention by rules or `fp8_mha`."""
     demands = recipe.strict or recipe.fp8_mha or not recipe.fp8_dpa
     return 0 if recipe.dpa_min_tokens == MEASURED and demands else recipe.dpa_min_tokens

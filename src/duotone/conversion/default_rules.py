@@ -54,11 +54,11 @@ class Why(NamedTuple):
 
 
 STEPS = ("lora_A", "lora_B", "lora_a", "lora_b", "lora_down", "lora_up")
-"""Names of the two linears of an adapter in libraries, or names of what contains them."""
+"""Names that libraries give the two linears of an adapter, or modules that contain them."""
 
 PEFT = "peft.tuners."
 FULL = ("base_layer", "modules_to_save", "original_module")
-"""Names in PEFT's layers of what is no adapter: linears of the model."""
+"""Names of linears in PEFT's layers that belong to the model and not to an adapter."""
 
 LOW = 4
 """The sizes of the linear beside an adapter are at least this many times its rank."""

@@ -264,7 +264,7 @@ class FusedNorm(Fused):
 
 @constant_in_traces
 def refuse_strict_export() -> None:
-    """UserError in a trace whose program would round elsewhere than eager code, and share other scales."""
+    """UserError in a trace of torch.export whose program would not have the bits of eager code."""
     raise UserError("torch.export with strict=True does not follow norms that duotone.fuse fused: leave strict out")
 
 

@@ -25,7 +25,7 @@ from duotone.recipes.rules import Rule
 from duotone.tensor import Quantizer
 
 NO_GEMM = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList)
-"""Modules that look their matrices up, multiply them element by element, or share those of another module."""
+"""Modules without a GEMM: they look up rows, multiply element by element, or share the matrix of another module."""
 
 LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 DESCRIPTIONS = frozenset({"shape", "dtype", "device", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda"})
@@ -35,7 +35,7 @@ FILLING = ("init", "reset")
 """Parts of the names of methods that fill parameters."""
 
 Reasons = dict[str, Why]
-"""By the full name of a module."""
+"""Reasons by the full name of a module."""
 
 
 def left_alone(model: nn.Module) -> Reasons:

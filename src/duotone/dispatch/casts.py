@@ -32,7 +32,7 @@ Pair = tuple[Format | None, Format | None]
 
 _CASTS: "dict[tuple[int, int, torch.dtype, bool], tuple[Pair, Cast | TwoLevelCast | None]]" = {}
 _DECODERS: "dict[tuple[int, torch.dtype], tuple[Format, PlaneSpec | float | None]]" = {}
-"""By the ids of formats, because their hashes are slow. The values hold the formats, so no id is used again."""
+"""Kernels by the ids of formats, whose hashes are slow. Values hold their formats, so that no id is used again."""
 
 
 def one_read(row: Format | None, col: Format | None, x: Tensor, propagate: bool) -> "Cast | TwoLevelCast | None":

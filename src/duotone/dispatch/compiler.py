@@ -129,7 +129,7 @@ def _is_cut(library: str) -> bool:
 
 
 class _Limited:
-    """The module `subprocess` whose calls end at a time, in `time.monotonic` seconds, if they name no timeout."""
+    """Stands for the module `subprocess`. Calls without a timeout end at `end`, in `time.monotonic` seconds."""
 
     def __init__(self, end: float) -> None:
         self.end = end

@@ -18,7 +18,7 @@ from duotone.graph_ops import define_op
 def in_trace(fmt: Format) -> "Format | Node":
     """The format, or its node. A node names its format, so `get` has to find it.
 
-    Programs of torch.export show what a node would hide. High precision gives aliases, which no op returns.
+    No node for torch.export, whose programs show the stages. None in high precision: no op may return an alias.
     """
     is_node = fmt.is_registered and fmt.epilogue is not Epilogue.HIGH_PRECISION
     return Node(fmt) if is_node and not torch.compiler._is_exporting_flag else fmt
@@ -40,7 +40,7 @@ class Node(NamedTuple):
         stages: Stages,
         propagate: bool,
     ) -> Parts:
-        """Line by line for a shard, whose amaxes meet in a collective."""
+        """As `Format.encode`. A shard is encoded outside of the op, so that the graph sees its collective."""
         fmt = self.format
         if shard is not None:
             return fmt.encode(x, scale=scale, seed=seed, plane=plane, shard=shard, stages=stages, propagate=propagate)

@@ -73,7 +73,7 @@ def _add(match: "Match", added: "Node") -> None:
 
 
 def _are_matrices(match: "Match") -> bool:
-    """Whether the cast, which has no scale from outside, reads matrices one below the other."""
+    """Whether the cast reads matrices that lie one below the other, and takes no scale from outside."""
     cast = match.output_node()
     has_scale = cast.target is torch.ops.duotone.cast_planes.default and cast.args[4] is not None
     if has_scale or any(node.kwargs for node in match.nodes):

@@ -120,7 +120,7 @@ class ExactBf16(GemmRule):
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         if bias is not None or out_dtype is not torch.bfloat16:
             return FP32_EPILOGUE.run(a, b, out_dtype, bias)
-        if _is_op(a):
+        if _runs_as_op(a):
             return _as_op(a, b, out_dtype, None)
         left, right = _same_length(factors(a).values, factors(b).values)
         return torch.mm(left, right.t())
@@ -142,7 +142,7 @@ class Fp32Epilogue(GemmRule):
         return _other_transform(problem)
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        if _is_op(a) and (is_two_level(a.format, b.format) or not _has_epilogue(a.format, b.format)):
+        if _runs_as_op(a) and (is_two_level(a.format, b.format) or not _has_epilogue(a.format, b.format)):
             return _as_op(a, b, out_dtype, bias)
         left, right = factors(a), factors(b)
         y = mm_fp32(*_same_length(left.values, right.values))
@@ -269,8 +269,8 @@ def _other_transform(problem: GemmProblem) -> str:
     return "" if problem.a.transform == problem.b.transform else "the operands' transforms differ"
 
 
-def _is_op(a: Operand) -> bool:
-    """Whether a graph calls the kernels of eager code. Otherwise it would save decoded values instead of codes."""
+def _runs_as_op(a: Operand) -> bool:
+    """Whether a graph calls the product as one op, with the kernels of eager code. So it saves codes, not values."""
     return torch.compiler.is_dynamo_compiling() and decodes_in_kernels(a.parts["codes"].get_device())
 
 

@@ -138,7 +138,7 @@ def rows_of_each(
 
 
 def _lines(scale: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """(n, 1) scales of the rows of each segment, which lie as columns of codes do."""
+    """(n, 1) scales of the rows of each segment. In `scale` they are padded like the columns of codes."""
     wide = scale.unsqueeze(1).split_with_sizes([width(n) for n in counts])
     return [one if one.shape[0] == n else one[:n] for one, n in zip(wide, counts, strict=True)]
 

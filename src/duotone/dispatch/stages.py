@@ -108,7 +108,7 @@ def _compile(function: Callable[..., T], key: str) -> Callable[..., T]:
     compiled = torch.compile(own_code(function, name), dynamic=True, backend=backend)
 
     def run(*arguments: object) -> T:
-        # These would cause variants: gradients required or not, and sizes that are equal by chance.
+        # Else a tensor that requires gradients, or sizes that are equal by chance, would compile another variant.
         plain = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
         with torch.no_grad(), shapes_config.patch(use_duck_shape=False):  # type: ignore
             return compiled(*plain)

@@ -33,13 +33,13 @@ class LinearStage(Stage):
     """x (*lead, K), weight (N, K), bias (N,) or None, seed int64 (1,) or None -> y (*lead, N) in x's dtype.
 
     `sink` says where the gradient of the weight goes. A plan that rounds stochastically needs the seed.
-    No field has an object as its default: traces build such stages, which torch 2.11 then refuses.
+    No field may have an object as its default: torch 2.11 refuses such stages in a trace.
     """
 
     plan: LinearPlan
     sink: Sink
     name: str = ""
-    """Its name in graphs."""
+    """The name of the stage in graphs."""
     arity = (3,)
 
     @property
@@ -178,7 +178,7 @@ class WeightGradient:
     dy: Plane
     saved: Saved
     is_whole: bool = False
-    """Whether `dy` has the rows of all ranks already."""
+    """Whether `dy` already has the rows of all ranks."""
 
     def compute(self, dtype: torch.dtype, operand_dtype: torch.dtype) -> Tensor:
         return self.stage.plan.wgrad.rule.run(*self._operands(operand_dtype), dtype)

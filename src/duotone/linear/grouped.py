@@ -55,7 +55,7 @@ class GroupedStage(Stage):
     def of(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> "GroupedStage":
         """The fastest stage for linears with weights (N, K) under one plan."""
         linears, plan = tuple(linears), linears[0].plan
-        gemms = [gemm for gemm, owed in zip(plan.gemms, (True, plan.input_grad, plan.weight_grad), strict=True) if owed]
+        gemms = [gemm for gemm, need in zip(plan.gemms, (True, plan.input_grad, plan.weight_grad), strict=True) if need]
         refusals = [gemm.rule.refuse_segments(gemm.problem, shape) for gemm in gemms]
         if not _takes_segments(linears) or any(refusals):
             why = next(filter(None, refusals), "an option, a quantizer or a layout is for one expert at a time")
@@ -232,7 +232,7 @@ class GroupedStage(Stage):
 
 
 class Computed(NamedTuple):
-    """A weight gradient (N, K) that is computed already."""
+    """A weight gradient (N, K) that has been computed."""
 
     gradient: Tensor
 

@@ -141,11 +141,11 @@ class Sharded(Layout):
         return self.input_dim, self.weight_dim, self.grad_dim
 
     def bias_in_product(self, bias: Tensor | None) -> Tensor | None:
-        """On the first rank alone if outputs are summed over the ranks."""
+        """The first rank alone adds the bias if outputs are summed over the ranks."""
         return bias if self.weight_dim != 1 or group_rank(self.group) == 0 else None
 
     def stream(self, stream: int, shard: ShardContext | None) -> int:
-        """Ranks draw other numbers for their shards: errors of equal numbers would not average out in sums."""
+        """Each rank draws different numbers for its shard. Errors of equal numbers would not average out in sums."""
         return stream if shard is None else stream + group_rank(self.group) * STREAMS
 
 
@@ -183,17 +183,17 @@ class ScatteringShards(Sharded):
 
 
 STREAMS = 1 << 40
-"""From the seeds of one rank to those of the next."""
+"""The distance from the seeds of one rank to those of the next rank."""
 
 WHOLE = Layout()
 LAYOUTS = {None: Layout, "column": ColumnParallel, "row": RowParallel}
-"""By `parallel_mode`."""
+"""Classes of layouts by `parallel_mode`."""
 
 
 def parallel_layout(
     mode: str | None, group: "ProcessGroup | None", sequence_parallel: bool, tp_size: int = 1
 ) -> Layout:
-    """The layout of `parallel_mode` in a process group, whose size a `tp_size` above 1 repeats."""
+    """The layout of `parallel_mode` in a process group. A `tp_size` above 1 must be the size of the group."""
     if mode not in LAYOUTS:
         raise UserError(f"parallel_mode {mode!r} is unknown; allowed are None, 'column' and 'row'")
     if not isinstance(tp_size, int) or tp_size < 1 or (mode is None and tp_size != 1):

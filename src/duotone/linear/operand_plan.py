@@ -86,8 +86,8 @@ def _deferred(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeCo
 def _deferred_in_graph(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
     """A partitioner saves the inputs of ops that fuse with nothing, such as a cast.
 
-    So the cast reads a power of 1.0, which fuses with the producer of the tensor. A copy, or a product with 1, would be
-    dropped before.
+    So the cast reads a power of 1.0, which fuses with the producer of the tensor. A compiler would drop a copy, or a
+    product with 1.
     """
     assert isinstance(x, Tensor)
     return DeferredPlane(partial(columnwise_of_power, quantizer, ctx.fixed()), (x,))
@@ -164,13 +164,13 @@ class OperandPlan:
     """What is kept for the GEMM of backward that reads the operand."""
 
     is_kept: bool = False
-    """Whether backward owes that GEMM."""
+    """Whether backward computes that GEMM."""
 
     stream: int | None = None
-    """The operand's random numbers have the call's seed plus this. None if it rounds to nearest."""
+    """Added to the seed of a call for the random numbers of this operand. None if it rounds to nearest."""
 
     slot_distance: int = 0
-    """From the delayed slots of one linear to those of the next in the states of a module."""
+    """The distance from the delayed slots of one linear to those of the next one in the states of a module."""
 
     def seeded(self, seed: Tensor | None) -> QuantizeContext:
         """The context of a call. `seed` is int64 (1,), or None if nothing in the plan is stochastic."""
@@ -214,7 +214,7 @@ class OperandPlan:
 
     @property
     def differentiates_original(self) -> bool:
-        """Whether backward multiplies the tensor as it is, which no plane that forward reads holds."""
+        """Whether backward multiplies the tensor as it is. No plane that forward reads has these values."""
         return self.backward is BACKWARD_OPERANDS["high_precision"] and self.quantizer.rowwise != IDENTITY
 
     def with_slots(self, slot: Callable[[int], Slot]) -> "OperandPlan":

@@ -45,7 +45,7 @@ class PlanRequest:
 
     input_held: Quantizer | None = None
     output_role: QuantizerRole | None = None
-    """The role of the output at its consumer; None if nobody is known."""
+    """The role of the output at its consumer; None if the consumer is unknown."""
 
     grad_input_role: QuantizerRole | None = None
     save_original_input: bool = False
@@ -53,7 +53,7 @@ class PlanRequest:
     """(N, K) of each linear on this rank; None if `min_weight_elements` does not apply."""
 
     weight_dtype: torch.dtype | None = None
-    """That of the parameter; None if it is `dtype`."""
+    """The dtype of the parameter; None if it is `dtype`."""
 
     linears: int = 1
     """How many linears share the plan: the experts of a group."""
@@ -143,7 +143,7 @@ class LinearPlan:
     input: OperandPlan
     weight: OperandPlan
     gradient: OperandPlan
-    """That of the output; backward encodes it."""
+    """The gradient of the output, which backward encodes."""
 
     output: Quantizer
     grad_input: Quantizer
@@ -159,12 +159,12 @@ class LinearPlan:
 
     @property
     def input_grad(self) -> bool:
-        """Whether backward owes the gradient of the input."""
+        """Whether backward computes the gradient of the input."""
         return self.weight.is_kept
 
     @property
     def weight_grad(self) -> bool:
-        """Whether backward owes the gradient of the weight."""
+        """Whether backward computes the gradient of the weight."""
         return self.input.is_kept
 
     @property

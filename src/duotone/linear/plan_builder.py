@@ -37,17 +37,17 @@ from duotone.tensor.plane import Usage
 from duotone.tensor.quantizer import Quantizer
 
 Quantizers = dict[str, Quantizer]
-"""By slot."""
+"""Quantizers by slot."""
 
 HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FAST_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""In these dtypes a small linear is faster than in formats."""
+"""A small linear is faster in these dtypes than in quantized formats."""
 
 
 def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> LinearPlan:
     """The plan for a request. `answers` is what the recipe gave the slots, if it was asked before.
 
-    Raises RecipeError if a GEMM that this call owes cannot run as the recipe says.
+    Raises RecipeError if a GEMM that this call needs cannot run as the recipe says.
     """
     override = BACKWARD_OPERANDS[request.recipe.backward_override]
     quantizers, sources = _with_held(request, answers or ask_recipe(request))
@@ -63,10 +63,10 @@ def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> Linea
     streams = [layout.stream(sum(draws[:i]), shards[i]) if stochastic else None for i, stochastic in enumerate(draws)]
 
     def forward_operand(
-        kind: str, backward: BackwardOperand, owed: bool, shard: ShardContext | None, stream: int | None
+        kind: str, backward: BackwardOperand, needed: bool, shard: ShardContext | None, stream: int | None
     ) -> OperandPlan:
-        usage, context = Usage(True, backward.needs_columnwise and owed), _context(request, shard, quantizers[kind])
-        return OperandPlan(quantizers[kind], sources[kind], usage, context, backward, owed, stream, FORWARD_SLOTS)
+        usage, context = Usage(True, backward.needs_columnwise and needed), _context(request, shard, quantizers[kind])
+        return OperandPlan(quantizers[kind], sources[kind], usage, context, backward, needed, stream, FORWARD_SLOTS)
 
     input_backward = _input_backward(request, override, quantizers["input"])
     weight_backward = _weight_backward(request, override, quantizers["weight"], sources["weight"])
@@ -214,17 +214,17 @@ def _too_small(request: PlanRequest, gemms: list[GemmPlan]) -> str:
     return f"K x N = {k} x {n} = {n * k} is below {limit}: left in {dtype} by min_weight_elements"
 
 
-def gemm_plan(request: PlanRequest, gemm: str, a: Format | None, b: Format | None, owed: bool) -> GemmPlan:
-    """The plan of one GEMM. RecipeError if it is owed and cannot run as the recipe says."""
+def gemm_plan(request: PlanRequest, gemm: str, a: Format | None, b: Format | None, needed: bool) -> GemmPlan:
+    """The plan of one GEMM. RecipeError if the call needs it and it cannot run as the recipe says."""
     refusal = _refusal(request, gemm, a, b)
-    if refusal and owed:
+    if refusal and needed:
         raise RecipeError(refusal)
     a, b = a or IDENTITY, b or IDENTITY
     fast = getattr(request.recipe, f"{gemm}_fast_accum")
     problem = GemmProblem(a, b, target(request.device), request.dtype, fast)
     rule, reason = choose(problem)
     if refusal:
-        return GemmPlan(gemm, problem, rule, f"not owed here, where it would be an error: {refusal}")
+        return GemmPlan(gemm, problem, rule, f"not needed here, else it would be an error: {refusal}")
     if a == b == IDENTITY:
         reason = _why_high(request, gemm)
     elif IDENTITY not in (a, b) and a.family != b.family:

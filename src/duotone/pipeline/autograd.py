@@ -52,7 +52,7 @@ class Backward(NamedTuple):
     stages: Stages
     again: "Exact | Refused | None" = None
     alone: bool = False
-    """Whether the forward is not part of that of another autograd.Function."""
+    """Whether no other autograd.Function runs the forward."""
 
 
 class PipelineFunction(torch.autograd.Function):
@@ -119,7 +119,7 @@ def run_backward(
         of_stage = outputs[extra - stage.extra_outputs : extra] if stage.extra_outputs else ()
         saved_here = saved[first:last]
         del saved[first:]
-        # Popped, so that a stage can let go of the gradient that it was given.
+        # Popped: no other reference keeps the gradient in memory when the stage is done with it.
         dx, gradients_here = stage.run_backward(handed.pop(), saved_here, needs[start:at], of_stage)
         handed.append(dx)
         del dx

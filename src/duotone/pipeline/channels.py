@@ -6,11 +6,11 @@ from typing import Any
 from duotone.errors import UserError
 
 INPUTS, OUTPUTS = "_input_channels", "_output_channels"
-"""By index: the channel of a further input; (channel, whether the caller gets it too) of a further output."""
+"""Attributes of ops, by index: the channel of an input; (channel, whether the caller gets it too) of an output."""
 
 
 class Channels:
-    """Mixed in before an op that takes further inputs or gives further outputs. A change counts from the next call."""
+    """Mixed in before an op with further inputs or outputs. A change takes effect at the next call."""
 
     extra_inputs = 0
     """How many further inputs a call takes."""

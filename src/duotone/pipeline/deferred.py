@@ -137,7 +137,7 @@ class Defer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: DeferContext, reader: Reader, tracks: bool, *inputs: Tensor | None) -> DeferredOutput:
-        # Saved tensors would be packed, as to offload them, though a backward through here is rare.
+        # Not as saved tensors: hooks, such as offloading, would copy them, and a backward through here is rare.
         ctx.reader, ctx.inputs = reader, Unchanged(inputs)
         assert inputs[0] is not None
         return DeferredOutput(inputs[0], reader, tracks)

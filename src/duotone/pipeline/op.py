@@ -188,7 +188,7 @@ class Op(Channels, KnownRoles):
         return super()._slow_forward(*inputs, **options)  # type: ignore[misc]
 
     def refuse_jit_trace(self, inputs: Sequence[object]) -> None:
-        """UserError for what torch.jit.trace cannot record: quantized products, and those that autograd follows."""
+        """UserError for what torch.jit.trace cannot record: products that are quantized or need gradients."""
         recipe = self._recipe_in_use
         tensors = itertools.chain(inputs, self.parameters())  # type: ignore[attr-defined]
         tracked = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
@@ -231,7 +231,7 @@ def run(
     if torch.compiler.is_dynamo_compiling():
         forward, rewritten = rewrite_traced(stages)
         backward, rolls, apply = Backward(rewritten), False, apply_traced
-        if is_transformed():  # which would not find the backward of the function, and give zeros
+        if is_transformed():  # a transform would not find the backward of PipelineFunction, and give zeros
             again = second_order(stages, owner.__dict__.get("module_name", ""))
             again.check()
             apply = again.transformed

@@ -24,7 +24,7 @@ class Exact:
     anyway."""
 
     marks = False
-    """Whether the last output is its own."""
+    """Whether the last output is not one of the stages, but is added here."""
 
     def __init__(self, stages: Stages) -> None:
         self.stages = stages

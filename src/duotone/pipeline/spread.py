@@ -27,7 +27,7 @@ class Spread(NamedTuple):
     placement: Placement
     shape: tuple[int, ...]
     of_pieces: bool = False
-    """Whether the last dimension is pieces, of each of which a rank has a part."""
+    """Whether the last dimension consists of pieces. A rank then has a part of each piece."""
 
     @property
     def dim(self) -> int | None:
@@ -92,7 +92,7 @@ def run_spread(
             raise UserError(f"{name}: an op takes no output of pieces that lie on ranks; give it to_local() of them")
         spread = Spread(x.device_mesh, placement_of(x, f"the input of {name}"), tuple(x.shape))
         output = one.spread(spread)
-        # If columns are cut into shards, the sum over them is part of the backward of what replicated the input.
+        # If columns are cut into shards, gradients of a replicated input are summed where the input was replicated.
         cut = spread.dim is None and output.dim is not None
         local = to_local(x, Partial() if cut else spread.placement)
         if output.dim and spread.cuts_last and not output.cuts_last:  # to be scattered: (ranks * first dimension, ...)

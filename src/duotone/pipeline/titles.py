@@ -7,7 +7,7 @@ from torch import nn
 from duotone.numbered import constant_in_traces
 
 PLACES = "torch.nn.modules.module", "duotone."
-"""The modules of the functions whose models are looked at. Python would keep the variables of a user's function."""
+"""Only frames of these Python modules are searched for a model. To read those of a user would keep their variables."""
 
 
 def title(owner: object) -> str:

@@ -17,7 +17,7 @@ UNLIKE = "do not follow the same recipes", "convert the model alike on all ranks
 
 
 def require_same_recipes(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Raise UserError on all ranks of `group` (all by default) if their models follow other recipes or formats.
+    """Raise UserError on all ranks of `group` (all by default) if their models follow different recipes or formats.
 
     `fully_shard` and DistributedDataParallel compare them without this call. One collective of two numbers on the
     device of the parameters. Without a process group nothing is compared.

@@ -21,7 +21,7 @@ from duotone.tensor.plane import Usage
 from duotone.tensor.quantizer import Quantizer
 
 BOUNDARY = 1 << 62
-"""From the seeds of a forward's own operands to those of its boundary slots."""
+"""The distance from the seeds of a forward's own operands to those of its boundary slots."""
 
 
 @constant_in_traces

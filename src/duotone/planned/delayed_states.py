@@ -72,7 +72,7 @@ def states_for(module: "Planned", plan: LinearPlan) -> tuple[str, str]:
 
 
 def states_of_call(module: "Planned", plan: LinearPlan, group: str, mode: AmaxMode) -> tuple[str, str]:
-    """`states_for`. A state that is a copy then rolls when its original does."""
+    """Like `states_for`. A state that is a copy then rolls when its original does."""
     numbers = states_for(module, plan)
     if mode is not AmaxMode.USE:
         rolling.wait_like_original(numbers[0], group)
@@ -142,7 +142,7 @@ def drop(module: "Planned") -> None:
 
 
 def set_aside(module: HoldsStates, state_dict: dict[str, Tensor], prefix: str) -> dict[str, dict[str, Tensor]]:
-    """Take the states out of a checkpoint that the module does not have (yet), by name."""
+    """Take states that the module does not have (yet) out of a checkpoint. Returns them by name."""
     states: dict[str, dict[str, Tensor]] = {}
     for name in STATES:
         start = f"{prefix}{name}."

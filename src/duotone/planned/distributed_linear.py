@@ -37,13 +37,13 @@ class Placed(NamedTuple):
     layout: Sharded
     output: "Spread"
     bias: "Placement"
-    """What the bias has to be."""
+    """The placement that the bias must have."""
     gradient: "Placement | None" = None
-    """That of the gradients of weight and bias before a sum over the ranks. None if none is owed."""
+    """The placement of the gradients of weight and bias before their sum over the ranks. None without a sum."""
 
 
 def placed(module: "PlannedLinear", x: "Spread | None") -> Placed:
-    """What a call is, for an input that lies like `x`. UserError if input and weight do not go together."""
+    """The layout and placements of a call with an input placed like `x`. UserError if the weight does not fit it."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     x, weight = _on_one_mesh(module, x)

@@ -108,7 +108,7 @@ class PlannedLinear(Planned):
         super().register_parameter(name, param)
         if not is_distributed(param):
             return
-        delayed_states.save(self)  # the styles of torch take every submodule of a linear for another linear
+        delayed_states.save(self)  # torch's styles would treat a submodule of a linear as a linear
         self.forget_plans()
         if is_split(self):
             lie_together(self)

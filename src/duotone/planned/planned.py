@@ -245,7 +245,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         mark_entries(destination, prefix, self._parameters)
 
     def __getstate__(self) -> dict[str, object]:
-        # Plans name states of this process, and a group by its name could be another one elsewhere.
+        # Plans name states of this process. In another process the name of a group may mean another group.
         state = {name: value for name, value in super().__getstate__().items() if name != "plans"}
         return {**state, "layout": type(self.layout)("", self.layout.sequence_parallel)}
 

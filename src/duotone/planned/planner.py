@@ -156,7 +156,7 @@ class Planner:
         `layout`: the layout of the call, if it differs from the module's.
         """
         compiling = torch.compiler.is_dynamo_compiling()
-        # A program of torch.export has no backward, whose blocks of rows would limit its batches.
+        # A program of torch.export has no backward. The blocks of rows of one would limit its batches.
         tracked = torch.is_grad_enabled() and not torch.compiler._is_exporting_flag
         module = self.owner()
         assert module is not None
@@ -167,7 +167,7 @@ class Planner:
             group = group or layout.group
         if recipe.evaluation is not None and not module.training:
             recipe = recipe.evaluation
-        if self.tapped is not None:  # a guard of compiled code, too, which then runs eager
+        if self.tapped is not None:  # compiled code guards on this, and runs eager while it is set
             recipe = self.tapped(recipe)
         grads = (tracked and info.requires_grad, tracked and weight_grad)
         if compiling:
@@ -230,7 +230,7 @@ class Planner:
     def has_weight(self, key: Key, dtype: torch.dtype) -> bool:
         """Whether the weight still has the dtype and the formats that a key was built for."""
         module = self.module
-        if any(map(is_distributed, module.weight_owners(0))):  # of another block, which FSDP2 has not gathered
+        if any(map(is_distributed, module.weight_owners(0))):  # FSDP2 has not gathered the block of this module
             return False
         formats = module.weights[0].dtype is not dtype, self._formats_of(module.weight_held)
         return (key.weight_is_cast, key.weight_held) == formats

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 SIDES = ROWWISE, COLUMNWISE
 READ_AS_IT_IS = "its backward multiplies the weight itself, as backward_override says"
-UNLIKE = "would gather other planes", "give all of them the same recipe, in autocast, too"
+UNLIKE = "would gather different planes", "give all of them the same recipe, in autocast, too"
 
 
 def gather_quantized(model: nn.Module) -> nn.Module:
@@ -86,7 +86,7 @@ def send_planes(module: "Planned") -> None:
 
 
 def _refusal(parameter: "DTensor", weight: OperandPlan) -> str:
-    """Why planes of a DTensor's shards do not travel, or ""."""
+    """Why FSDP2 cannot gather planes of a DTensor's shards, or ""."""
     cuts = cuts_of(parameter)
     if not cuts or cuts[0][1] != 0:
         return f"it lies as {parameter.placements}; planes travel over a mesh that cuts its rows"
@@ -101,7 +101,7 @@ def _refusal(parameter: "DTensor", weight: OperandPlan) -> str:
 
 
 def require_planes(module: "Planned", weight: OperandPlan) -> None:
-    """UserError if backward multiplies a weight as it is, of which the ranks gather planes alone."""
+    """UserError if backward multiplies the weight as it is: the ranks gather planes alone."""
     if weight.differentiates_original:
         raise UserError(
             f"{title(module)}: {READ_AS_IT_IS}, and gather_quantized sends planes alone; use "
@@ -213,7 +213,7 @@ class SentWeight:
         return [cut for cut in self.cuts if fmt.is_delayed or spans(fmt, 1 - cut[1] if turned else cut[1])]
 
     def require_alike(self) -> None:
-        """UserError on all ranks if they would gather other planes of the model. Its first gather compares them."""
+        """UserError on all ranks if they would gather different planes. The first gather of a model compares them."""
         names: list[str] = []
         for sent in self.of_model():
             formats = (fmt and fmt.name for fmt in sent.gathers.formats)

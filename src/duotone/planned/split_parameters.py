@@ -89,7 +89,7 @@ def parameters_of(module: nn.Module, kind: str) -> tuple[nn.Parameter, ...]:
 
 
 def whole_of(module: nn.Module, kind: str) -> Tensor:
-    """The "weight" or the "bias" whose pieces these are. Of DTensors an outline: NaN everywhere, and not writable."""
+    """The whole "weight" or "bias". If the pieces are DTensors, it has the shape alone: NaN, and not writable."""
     parts = pieces(module, kind)
     first = parts[0]
     if not is_distributed(first):

@@ -66,7 +66,7 @@ class Key(NamedTuple):
     dtype: str
     group: str
     weight_is_cast: bool
-    """Whether the weight has another dtype than the input."""
+    """Whether the dtypes of weight and input differ."""
     weight_held: str
     """The formats that the weight is held in, or ""."""
     input_held: str
@@ -92,7 +92,7 @@ class Template(NamedTuple):
 
 
 class OwnsSlots(Protocol):
-    """What knows the delayed slots of a module: a planner, or the stages of attention."""
+    """Something that knows the delayed slots of a module: a planner, or the stages of attention."""
 
     def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
         """The slot of this module that stands where a template names one."""
@@ -363,7 +363,7 @@ def refuse_export(why: str) -> None:
 
 @constant_in_traces
 def refuse_recompute() -> None:
-    """UserError in a trace that recomputes, for which FSDP2 has gathered another plane than forward reads."""
+    """UserError in a trace that recomputes a forward whose rowwise plane FSDP2 has not gathered."""
     raise UserError(
         "a checkpoint recomputes what was compiled outside of it, and FSDP2 has not gathered the plane that forward "
         "reads; call torch._dynamo.reset() before the first step that recomputes, or give fully_shard "

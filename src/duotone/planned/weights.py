@@ -249,7 +249,7 @@ def _require_gradients(module: "Planned") -> None:
 
 
 def lacks_rowwise(weight: Tensor) -> bool:
-    """Whether FSDP2 has gathered another plane of the weight alone. Guards of graphs ask, too."""
+    """Whether FSDP2 has gathered the weight without its rowwise plane. Guards of graphs ask, too."""
     return isinstance(weight, QuantizedTensor) and weight.gathers is not None and not weight.gathers.valid.rowwise
 
 

@@ -65,14 +65,14 @@ def mode_now() -> AmaxMode:
 
 
 class Region:
-    """One entering of a context manager, compared by identity. `value` is what it decides."""
+    """One entry into a context manager, compared by identity. `value` is what it decides."""
 
     is_open = True
     is_void = False
-    """Whether a thread or task left the region that another one had entered. A void region counts nowhere."""
+    """Whether another thread or task left the region than the one that entered it. No call follows a void region."""
 
     in_capture = False
-    """Whether a CUDA graph that is captured holds its entering."""
+    """Whether it was entered during the capture of a CUDA graph."""
 
     run: int | None = None
     """The backward that ran when it was entered, -1 for none."""
@@ -126,7 +126,7 @@ class Stack(types.ModuleType, Generic[R]):
 
     @regions.setter
     def regions(self, regions: tuple[R, ...]) -> None:
-        """Traced code entered and left regions. Others stay: a recompute does not see those around its backward."""
+        """Traced code entered and left regions. Others stay, because a recompute does not see all open regions."""
         before = self.regions
         new = [region for region in regions if region not in before]
         for region in new:

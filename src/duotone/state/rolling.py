@@ -113,7 +113,7 @@ class Pending:
         return {recording for recording in finished if recording.in_capture is captures}
 
     def _serves(self, other: "Pending") -> bool:
-        """Whether its backwards run elsewhere, such as those of DataParallel's replicas. `OTHERS` serves all."""
+        """Whether a backward of this thread also rolls what `other` recorded, as for DataParallel's replicas."""
         return self is OTHERS or not other.has_backwards or not other.thread.is_alive()
 
 

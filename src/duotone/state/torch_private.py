@@ -46,14 +46,14 @@ queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 has_thread_object = torch._C._is_key_in_tls
 thread_object = torch._C._get_obj_in_tls
-"""An object of a thread that torch hands to the threads of the backwards which this one starts."""
+"""An object of a thread. torch hands it to the threads of the backwards that this thread starts."""
 
 
 def set_thread_object(key: str, value: object) -> None:
     """Let `thread_object(key)` give `value` in this thread and in those of its backwards."""
     before = sys.getrefcount(value)
     torch._C._stash_obj_in_tls(key, value)
-    if sys.getrefcount(value) == before:  # torch 2.11 takes no reference, and gives one up when the thread ends
+    if sys.getrefcount(value) == before:  # torch 2.11 takes no reference, but releases one when the thread ends
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 

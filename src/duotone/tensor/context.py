@@ -42,7 +42,7 @@ class Slot:
         raise NotImplementedError
 
     def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Like `scale_for`, but the cast records the amax, into its int32 bits (1,), the second result, unless None."""
+        """Like `scale_for`, but the cast writes the bits of the amax to the second result, int32 (1,), if any."""
         return self.scale_for(x), None
 
     def upcoming(self, amax: Tensor) -> Tensor:

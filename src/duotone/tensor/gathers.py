@@ -57,15 +57,15 @@ class Gathers:
         self._group: weakref.ref[FSDPParamGroup] | None = None
         """Weak references: they lead back to the shard through a view in C++, which no garbage collector follows."""
         self.rows: int | None = None
-        """The rows of the tensor, if the pieces of all ranks have more in all."""
+        """The rows of the tensor, if the padded pieces of all ranks have more rows together."""
         self.amaxes: tuple[Tensor | None, Tensor | None] = None, None
-        """For planes of delayed scales: what each forward records, fp32 (1,)."""
+        """For planes with delayed scales: the amaxes that each forward records, fp32 (1,)."""
         self.keeps_rowwise = False
         """Whether backward reads the rowwise plane too."""
         self.sent = self.valid = BOTH
         """The planes that the last gather sent, and the planes that hold values now."""
         self.shard = self.whole = NOTHING
-        """This rank's parts that do not travel, which live until they are copied, and the planes of all ranks."""
+        """This rank's parts that do not travel, kept until they are copied, and the planes of all ranks."""
         self.source: object = None
         """The source of the scales that the last forward sent, in formats whose backward sends again."""
         self.wires: tuple[list[Tensor], list[Tensor]] = [], []
@@ -273,7 +273,7 @@ def owners(shard: Tensor) -> "tuple[FSDPParam, FSDPParamGroup] | tuple[None, Non
 
 
 def shard_behind(weight: "PlaneTensor") -> "PlaneTensor":
-    """The shard that an optimizer writes, of a weight that FSDP2 gathered from quantized ones. Else the weight."""
+    """The shard of a weight that FSDP2 gathered from quantized shards: optimizers write it. Else the weight."""
     param = None if weight.gathers is None else weight.gathers.param
     shard = weight if param is None else param._sharded_local_tensor
     return shard if isinstance(shard, type(weight)) else weight

@@ -134,7 +134,7 @@ class QuantizedTensor(ShardHooks, Writes):  # pyright: ignore[reportIncompatible
             if decomposed is not NotImplemented:
                 return decomposed
         if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
-            # A view of a tensor that counts its versions counts them too, which no inference tensor can.
+            # A view of a tensor with a version needs one too, and inference tensors have none.
             with torch.inference_mode(False), torch._C._AutoDispatchBelowAutograd():
                 return _run(func, args, kwargs)
         return _run(func, args, kwargs)

@@ -112,12 +112,12 @@ class Writes(PlaneTensor):
 
     @property
     def shares_scale(self) -> bool:
-        """Whether this is a piece under a scale that the rest of its tensor needs too."""
+        """Whether this is a piece of a tensor, and other pieces use its scale too."""
         return self.is_piece and any(p is not None and (p.spans(0) or p.spans(1)) for p in self.planes)
 
     @property
     def scales_by_tensor(self) -> bool:
-        """Whether a write makes one plane's codes, under a scale that follows from the largest magnitude."""
+        """Whether a write encodes one plane, under a scale that follows from the largest magnitude."""
         fmt = self.formats[0] or self.formats[1]
         return fmt is not None and fmt.scales_by_tensor and self.quantizer.derives_columnwise
 
@@ -139,7 +139,7 @@ class Writes(PlaneTensor):
                 )
 
     def hold_high_precision(self) -> None:
-        """Let a blank tensor hold values that are not encoded. Torch writes the mask of a dropout into one, say."""
+        """Let a blank tensor hold values that are not encoded, such as the mask of a dropout, which torch writes."""
         from duotone.tensor.quantizer import Quantizer  # needs QuantizedTensor
 
         self.quantizer, self.is_blank = Quantizer(), False
@@ -147,7 +147,7 @@ class Writes(PlaneTensor):
         self._rowwise, self._columnwise = row, row.transposed()
 
     def restart_scales(self) -> None:
-        """Before the first step of training, let new values have scales of their own: the history is of others."""
+        """Before the first step of training, let new values have new scales: the history is of earlier values."""
         for slot in self.context.slots:
             if slot is not None:
                 slot.restart()

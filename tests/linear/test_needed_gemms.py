@@ -1,4 +1,4 @@
-"""Plans check the GEMMs that a call owes, and no others; backward multiplies what forward encoded."""
+"""Plans check the GEMMs that a call needs, and no others; backward multiplies what forward encoded."""
 
 import warnings
 
@@ -37,7 +37,7 @@ def test_a_forward_without_gradients_needs_no_backward(factory) -> None:
     with torch.no_grad():
         assert torch.equal(m(x), expected(x))
         plan = m.plan_for(x)
-    assert "not owed here" in plan.wgrad.reason
+    assert "not needed here" in plan.wgrad.reason
     with pytest.raises(RecipeError, match="grad_output columnwise"):
         m(x)
     m.requires_grad_(False)
@@ -57,7 +57,7 @@ def test_convert_checks_what_the_model_may_owe(how) -> None:
     x = torch.randn(32, 32)
     with torch.no_grad():
         m(x)
-    assert [row.gemm for row in duotone.plan(m) if "not owed here" in row.reason] == ["dgrad", "wgrad"] * 2
+    assert [row.gemm for row in duotone.plan(m) if "not needed here" in row.reason] == ["dgrad", "wgrad"] * 2
     m.train().requires_grad_()
     with pytest.raises(RecipeError, match="would multiply"):
         m(x)
