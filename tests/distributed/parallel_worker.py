@@ -1,6 +1,7 @@
 """Column- and row-parallel linears with sequence parallelism against single-process references."""
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import pickle
@@ -422,6 +423,32 @@ def ddp_compares_the_recipes_of_its_ranks(folder: Path) -> None:
     m = nn.parallel.DistributedDataParallel(converted("mxfp8"))
     m(piece(data()[0]).float()).sum().backward()
     assert m.module[0].weight.grad is not None
+
+
+class Branch(nn.Module):
+    """The second linear runs where it is asked to, and creates its delayed states then."""
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        self.first, self.second = (duotone.Linear(WIDE, WIDE, recipe=recipe, name=name) for name in "ab")
+
+    def forward(self, x: Tensor, runs: bool) -> Tensor:
+        y = self.first(x)
+        return self.second(y) if runs else y
+
+
+@check
+def ddp_leaves_scales_and_seeds_to_each_rank(folder: Path) -> None:
+    """Else each forward would take those of rank 0: the scale 1 of a layer that never ran there, or of smaller data."""
+    for recipe in ("fp8-delayed", "nvfp4"):
+        alone = Branch(recipe)
+        m = nn.parallel.DistributedDataParallel(copy.deepcopy(alone), find_unused_parameters=True)
+        for step in range(3):
+            x, runs = data()[0].float() * 100.0 ** dist.get_rank(), (step + dist.get_rank()) % 2 == 1
+            for each in (m, alone):
+                each(x, runs).square().mean().backward()
+        for (name, result), want in zip(m.module.named_buffers(), alone.buffers(), strict=True):
+            same(result, want, f"{recipe}: {name}")
 
 
 @check

@@ -8,7 +8,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from duotone.comm import require_same
+from duotone.planned.delayed_states import STATES
 from duotone.planned.weights import ShardedParameters, described
+from duotone.state.seeds import BUFFER
 
 if TYPE_CHECKING:
     from duotone.planned.planned import Planned
@@ -34,6 +36,16 @@ def is_planned(module: nn.Module) -> "TypeGuard[Planned]":
     return isinstance(module, ShardedParameters) and "plans" in vars(module)
 
 
+class NotBroadcast(set[str]):
+    """Names that DistributedDataParallel leaves out of its collectives, with those of delayed states and of seeds.
+
+    These follow from the calls of a rank, and some calls create them. So ranks may have others.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or not {*STATES, BUFFER}.isdisjoint(str(name).split("."))
+
+
 class WrappedModels:
     """Compares the ranks of DistributedDataParallel when its constructor takes a model, before it communicates.
 
@@ -57,6 +69,7 @@ class WrappedModels:
         if is_constructed or not planned or wrapper.process_group not in dist.distributed_c10d._world.pg_map:
             return
         require_same_recipes(model, wrapper.process_group)
+        wrapper.parameters_to_ignore = NotBroadcast(wrapper.parameters_to_ignore)
         if any(module.fuse_wgrad_accumulation or module.delay_wgrad_compute for module in planned):
             text = "DistributedDataParallel reduces no gradient in main_grad or of backward_dw; reduce them yourself"
             warnings.warn(f"{text}, as in register_wgrad_accumulation_and_reduce_hooks", stacklevel=4)
