@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 
 import pytest
@@ -187,6 +188,16 @@ def test_planes_of_fused_linears_are_refused_encoded_from_masters_or_encoded_twi
     assert plain.scheme == exact.scheme
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_error_of_a_weight_that_is_not_finite_is_not_zero(value: float, tmp_path) -> None:
+    """FP4 has no NaN and no infinity, so the stored values are finite."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with torch.no_grad():
+        model[0].weight[0, 0] = value
+    first, second = duotone.export(duotone.convert(model, "mxfp8", rules=()), tmp_path, scheme="MXFP4").rows
+    assert math.isnan(first.error) and 0 < second.error < 0.2
+
+
 def test_planes_of_another_format_are_encoded_again_only_if_allowed(tmp_path) -> None:
     model = quantized_model("mxfp8")
     with pytest.raises(duotone.UserError, match=r"allow_requantize=True, which rounds a second time$"):
@@ -290,6 +301,9 @@ def test_models_and_arguments_that_cannot_be_exported_are_one_line(tmp_path) -> 
         "masters is a dict": lambda: export(toy(), tmp_path / "x", "MXFP8", masters={"0.weight": None}),
         "max_shard_bytes is '5GB'": lambda: export(toy(), tmp_path / "x", "MXFP8", max_shard_bytes="5GB"),
         "max_shard_bytes is 0": lambda: export(toy(), tmp_path / "x", "MXFP8", max_shard_bytes=0),
+        "ignore is 3": lambda: export(toy(), tmp_path / "x", "MXFP8", ignore=3),
+        "ignore is .None.": lambda: export(toy(), tmp_path / "x", "MXFP8", ignore=[None]),
+        "the model is one Linear": lambda: export(nn.Linear(64, 64), tmp_path / "x", "MXFP8"),
         "ignore has 'head'": lambda: export(toy(), tmp_path / "x", "MXFP8", ignore="head"),
         "give calibrate=lambda": lambda: duotone.export(toy(), tmp_path / "x", scheme="FP8", calibrate=torch.ones(1)),
         "is on meta": lambda: export(toy().to("meta"), tmp_path / "x", "MXFP8"),

@@ -191,7 +191,7 @@ class Error:
     @property
     def relative(self) -> float:
         """The norm of the error over that of the values."""
-        return self.lost / self.norm if self.norm > 0 else 0.0
+        return self.lost / self.norm if self.norm else 0.0  # NaN if a value is
 
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))

@@ -1,7 +1,7 @@
 """export: a model as the files that inference servers read."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -81,6 +81,8 @@ def write_export(model: nn.Module, path: Path, options: ExportOptions, names: St
     masters = {} if options.masters is None else options.masters
     ignore = (options.ignore,) if isinstance(options.ignore, str) else options.ignore
     require_masters(masters)
+    if not isinstance(ignore, Collection) or not all(isinstance(pattern, str) for pattern in ignore):
+        raise UserError(f"ignore is {ignore!r}; give a list of names or globs")
     weights = {} if scheme is None else selected_weights(model, scheme, ignore, masters, names)
     refuse_arguments(model, weights, masters, ignore)
     if not isinstance(options.max_shard_bytes, int | float) or not options.max_shard_bytes > 0:

@@ -33,6 +33,8 @@ def selected_weights(
         for name, fmt in _matrices(owner, module):
             if fmt == IDENTITY or (fmt is None and isinstance(module, nn.Linear) and owner in excluded):
                 continue
+            if not owner:
+                raise UserError(f"the model is one {type(module).__name__}, whose weight has no name; export its owner")
             parameter = model.get_parameter(name)
             usual = fmt is not None and scheme.agrees(fmt) and not fmt.is_delayed and not fmt.is_stochastic
             encoder = fmt if usual and fmt is not None else scheme.format
