@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40333
+LIBRARY_LINES = 40334
 TOOL_LINES = 7960
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -37,7 +37,7 @@ BUDGETS = {
     "integrations": (774, 11, 0),
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),
-    "linear": (1946, 5, 0),
+    "linear": (1947, 5, 0),
     "modules": (742, 3, 0),
     "observe": (2331, 6, 0),
     "ops": (1470, 0, 0),

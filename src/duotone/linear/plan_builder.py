@@ -115,7 +115,8 @@ def _source_of_held_weight(request: PlanRequest, target_quantizer: Quantizer, pr
         if old is not None and (new is None or old.stored != new.stored):
             raise RecipeError(
                 f"the weight of {request.title} is held in {old.name} and recipe {request.recipe.name} "
-                f"asks for {new.name if new else 'nothing'}; call duotone.convert_parameters(model, recipe)"
+                f"asks for {new.name if new else 'nothing'}; call duotone.convert_parameters(model, recipe), or after "
+                "gather_quantized run the first forward under a recipe with these formats"
             )
     return USE_HELD
 
