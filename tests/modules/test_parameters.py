@@ -606,3 +606,15 @@ def test_a_weight_in_rowwise_mxfp8_costs_at_most_1_04_bytes_per_element() -> Non
 
 def bits_of(t: QuantizedTensor) -> list[Tensor]:
     return [part for plane in t.planes if plane is not None for part in plane.parts.values()]
+
+
+@pytest.mark.parametrize("recipe", [MX, FP8, DELAYED], ids=["mxfp8", "fp8", "delayed"])
+def test_workers_map_the_quantized_weights_of_a_shared_model(recipe) -> None:
+    """Workers that train one model in shared memory would each keep the weights that they started with."""
+    model = nn.Sequential(quantized(recipe))
+    values, buffers = model[0].weight.dequantize(), [part.data_ptr() for part in model[0].weight.parts]
+    assert not model[0].weight.is_shared()
+    model.share_memory()
+    assert model[0].weight.is_shared() and all(part.is_shared() for part in model[0].weight.parts)
+    assert model[0].weight.detach().is_shared() and torch.equal(model[0].weight.dequantize(), values)
+    assert buffers != [part.data_ptr() for part in model[0].weight.parts]

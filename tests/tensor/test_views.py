@@ -324,6 +324,15 @@ def test_a_tensor_like_it_stays_quantized_if_another_one_shares_its_planes() -> 
     assert same(like, other) and torch.equal(other.dequantize(), torch.full((32, 64), 0.34375))  # E4M3 and 2^-9
 
 
+@pytest.mark.parametrize("read", [
+    torch.from_dlpack, lambda t: t.apply_(abs), lambda t: t.map_(t, max), lambda t: t.data_ptr(),
+], ids=["dlpack", "apply_", "map_", "data_ptr"])  # fmt: skip
+def test_what_reads_memory_at_an_address_is_refused(read) -> None:
+    """There is none: torch ended the process, or gave a tensor at address 0."""
+    with pytest.raises(UserError, match="has no address of values"):
+        read(MX.quantize(torch.randn(32, 64)))
+
+
 def test_a_view_has_tensors_like_it() -> None:
     """core 39: empty_like of a view copies byte for byte."""
     t = MX.quantize(torch.randn(32, 64)).view(-1)

@@ -169,8 +169,13 @@ def replace(old: Tensor, new: nn.Parameter) -> None:
 
 
 def moved(parameter: QuantizedTensor, fn: Callable[[Tensor], Tensor]) -> None:
-    """Apply `fn` of `nn.Module._apply` to a quantized parameter: device and nominal dtype change, bytes do not."""
+    """Apply `fn` of `nn.Module._apply` to a quantized parameter: device and nominal dtype change, bytes do not.
+
+    Buffers move to shared memory if `fn` does that.
+    """
     probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+    if probe.is_cpu and probe.is_shared():
+        parameter.share_memory_()
     if probe.device == parameter.device and probe.dtype == parameter.dtype:
         return
 

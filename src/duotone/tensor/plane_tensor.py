@@ -4,7 +4,7 @@ It pretends to be a high-precision tensor of its nominal dtype and shape. Readin
 """
 
 import math
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -177,6 +177,10 @@ class PlaneTensor(Tensor):
             part.share_memory_()
         return self
 
+    def is_shared(self) -> bool:
+        """Whether other processes can map every buffer."""
+        return all(part.untyped_storage().is_shared() for part in self.parts)
+
     def get_high_precision_init_val(self) -> Tensor | None:
         """The CPU copy of the values before they were quantized, if `quantized_model_init` preserved it."""
         return self.__dict__.get(INIT_VALUE)
@@ -187,11 +191,15 @@ class PlaneTensor(Tensor):
 
     def data_ptr(self) -> int:
         """The address of a copy of the values in the nominal dtype. UserError unless this is a state_dict's entry."""
-        if not is_entry(self):
-            raise UserError(
-                "a quantized tensor is planes, and has no address of values; use dequantize(), or save state_dict()"
-            )
-        return self._values_now().data_ptr()
+        return self._values_now().data_ptr() if is_entry(self) else self._refuse()
+
+    def _refuse(self, *_: object, **_options: object) -> NoReturn:
+        """UserError in place of what torch computes at an address that is not there."""
+        raise UserError(
+            "a quantized tensor is planes, and has no address of values; use dequantize(), or save state_dict()"
+        )
+
+    __dlpack__ = apply_ = map_ = _refuse  # type: ignore[assignment]
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The memory at `data_ptr()`. It is empty if this is not an entry of a state_dict."""
