@@ -37,7 +37,7 @@ ALLOWED = {
     "attention.low_precision._ALIKE": GRAPHS,
     "attention.low_precision._CONTENTS": "weak: modules of equal formats share the stages of traced calls",
     "comm.collectives.AGREED": "what the ranks of a group agreed on, since a capture cannot ask them",
-    "attention.meeting._MODULES": GRAPHS,
+    "attention.recipe_following._MODULES": GRAPHS,
     "conversion.forwards.planned_class": CLASSES,
     "conversion.left_alone.bypassed_children": PURE,
     "dispatch.cast_ops._cast_of": PURE,

@@ -10,10 +10,10 @@ from duotone.attention.heads import check_layout, from_heads, share_of, to_heads
 from duotone.attention.kv_cache import KVCache
 from duotone.attention.low_precision import Alike, LowPrecision, traced_pick
 from duotone.attention.masks import Masking, MaskType, Window, mask_type, seen_by, window_of
-from duotone.attention.meeting import MeetsRecipes
 from duotone.attention.picks import Pick
 from duotone.attention.products import AttentionFormats, ProductPlan, product_rows, refused
 from duotone.attention.ranks import Ranks
+from duotone.attention.recipe_following import FollowsRecipes
 from duotone.dispatch.attention import (
     CUDNN_TOKENS,
     CUDNN_WIDTH,
@@ -43,11 +43,11 @@ COUNTS = {kind: 3 if mode == "forward" else 2 for mode, kinds in KINDS.items() f
 MULTIPLIED = ("qkv", "s", "do", "dp")
 """The kinds that attention's products multiply."""
 
-TRANSIENT = ("_answers", "_requests", "_picks", "_met", "_low_precision", "_alike", "consumers")
+TRANSIENT = ("_answers", "_requests", "_picks", "_prepared", "_low_precision", "_alike", "consumers")
 """Attributes that follow from recipes and the rest."""
 
 
-class DotProductAttention(BoundaryRoles, MeetsRecipes):
+class DotProductAttention(BoundaryRoles, FollowsRecipes):
     """Attention of heads, without parameters. Heads share keys if `num_gqa_groups` is below `num_attention_heads`.
 
     A call takes all heads, or those of one of several ranks: the same share of heads and of groups.
@@ -119,7 +119,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             attn_mask_type = self._kind_with_cache(attn_mask_type, attention_mask, cu_seqlens_q, cu_seqlens_kv)
         kind = mask_type(attn_mask_type or self.attn_mask_type)
         window = window_of(kind, window_size or self.window_size)
-        recipe, group = self.meet_recipe_of_call(self.recipe)
+        recipe, group = self.recipe_of_call(self.recipe)
         if kv_cache is not None:
             cached = kv_cache.append(key_layer, value_layer, layout)
             key_layer, value_layer = (x.to(query_layer.dtype) for x in cached)
@@ -237,19 +237,19 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         self._requests = ByName()
         self._picks: dict[tuple[str, str, float, str], Pick] = {}
         self._low_precision = LowPrecision(self)
-        self._met = ""
-        """The key of the recipe that was met last."""
+        self._prepared = ""
+        """The key of the recipe of the last `prepare`."""
         self._alike = ByName()
         """By the key of a recipe: the modules whose traced calls have the same stages."""
 
     def forget_recipe(self, recipe: str) -> None:
-        self._met = ""
+        self._prepared = ""
         self._picks = {key: pick for key, pick in self._picks.items() if key[0] != recipe}
         self._low_precision.forget_recipe(recipe)
         vars(self._alike).pop(recipe, None)
 
     def roles_changed(self) -> None:
-        self._met, self._picks, self._alike = "", {}, ByName()
+        self._prepared, self._picks, self._alike = "", {}, ByName()
         self._low_precision = LowPrecision(self)
 
     def roles_of(self, mode: str) -> dict[str, QuantizerRole | None]:
@@ -354,17 +354,17 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             reason += f"; FP8 would be slower (dpa_min_tokens): {problem.forward_refusal() or 'measured'}"
         return [ProductPlan(gemm, IDENTITY.name, IDENTITY.name, reason) for gemm in FORWARD]
 
-    def asks_nothing(self, recipe: Recipe) -> bool:
+    def keeps_high_precision(self, recipe: Recipe) -> bool:
         return not self.requested(recipe)
 
-    def meet(self, recipe: Recipe) -> None:
-        if recipe.key != self._met:
+    def prepare(self, recipe: Recipe) -> None:
+        if recipe.key != self._prepared:
             self.quantizers(recipe)
             self.requested(recipe)
-            self._met = recipe.key
+            self._prepared = recipe.key
 
     def share(self, recipe: Recipe) -> None:
-        self.meet(recipe)
+        self.prepare(recipe)
         if not self.is_shared(recipe):
             drop_dead(vars(self._alike))
             formats = self.formats(recipe)

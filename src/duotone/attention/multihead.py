@@ -10,7 +10,7 @@ from duotone.attention.dot_product import DotProductAttention
 from duotone.attention.heads import KINDS, Heads, head_norm, head_width
 from duotone.attention.kv_cache import KVCache
 from duotone.attention.masks import Masks, Window, mask_type
-from duotone.attention.meeting import MeetsRecipes
+from duotone.attention.recipe_following import FollowsRecipes
 from duotone.attention.rotary import Angles, Rotation, apply_rotary_pos_emb
 from duotone.errors import UserError
 from duotone.modules import LayerNormLinear, Linear
@@ -39,7 +39,7 @@ PROJECTIONS = {
 """Each projection by attribute and role name, without a norm and with one, and the kinds of its outputs."""
 
 
-class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
+class MultiheadAttention(InnerBoundaryRoles, FollowsRecipes, ModuleGroup):
     """Attention over hidden states; arguments after the heads are keyword-only, names and defaults as in
     Transformer Engine.
 
@@ -169,7 +169,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         """
         if (encoder_output is None) != (self.attention_type == "self"):
             raise UserError("encoder_output is for attention_type 'cross', which needs it; 'self' takes none")
-        recipe, _ = self.meet_recipe_of_call(self.recipe)
+        recipe, _ = self.recipe_of_call(self.recipe)
         masking: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
         masking |= {"attn_mask_type": attn_mask_type, "window_size": window_size}
         if attention_mask is not None or cu_seqlens_q is not None:
@@ -258,50 +258,49 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
             heads = apply_rotary_pos_emb(heads, angles, self.qkv_format, cu_seqlens)
         return heads if norm is None or self.qk_norm_before_rope else norm(heads)
 
-    def asks_nothing(self, recipe: Recipe) -> bool:
-        return self.core_attention.asks_nothing(recipe)
+    def keeps_high_precision(self, recipe: Recipe) -> bool:
+        return self.core_attention.keeps_high_precision(recipe)
 
     def share(self, recipe: Recipe) -> None:
-        self.meet(recipe)
+        self.prepare(recipe)
         self.core_attention.share(recipe)
 
     def is_shared(self, recipe: Recipe) -> bool:
         return self.core_attention.is_shared(recipe)
 
-    def meet(self, recipe: Recipe) -> None:
-        """If the recipe asks for attention in low precision, tell each neighbour who consumes its tensors."""
+    def prepare(self, recipe: Recipe) -> None:
+        """If the recipe asks for attention in low precision, give each neighbour the consumers of its tensors."""
         core = self.core_attention
         names = self.projections[0].module_name, core.module_name, self.proj.module_name
-        wired = recipe.key, names if core.requested(recipe) else None
-        if wired != self._wired:
-            self._wired = wired
-            self._tell(*wired)
-        core.meet(recipe)
+        neighbours = recipe.key, names if core.requested(recipe) else None
+        if neighbours != self._neighbours:
+            self._neighbours = neighbours
+            self._set_neighbours(*neighbours)
+        core.prepare(recipe)
         if recipe.fp8_mha and not hasattr(self._crossing, recipe.key):
             drop_dead(vars(self._crossing))
             setattr(self._crossing, recipe.key, self._crosses(recipe))
 
-    def _tell(self, recipe: str, names: tuple[str, ...] | None) -> None:
-        neighbours = (*self.projections, self.proj, self.core_attention)
+    def _set_neighbours(self, recipe: str, names: tuple[str, ...] | None) -> None:
         if names is None:
-            for module in neighbours:
-                module.tell(recipe)
+            for module in (*self.projections, self.proj, self.core_attention):
+                module.set_consumers(recipe)
             return
         source, core, sink = names
         for linear in self.projections:
-            linear.tell(recipe, output=QuantizerRole("dpa", "qkv", core))
-        self.proj.tell(recipe, gradient=QuantizerRole("dpa", "do", core))
+            linear.set_consumers(recipe, output=QuantizerRole("dpa", "qkv", core))
+        self.proj.set_consumers(recipe, gradient=QuantizerRole("dpa", "do", core))
         ends = QuantizerRole("linear", "input", sink), QuantizerRole("linear", "grad_output", source)
-        self.core_attention.tell(recipe, *ends)
+        self.core_attention.set_consumers(recipe, *ends)
 
     def forget(self) -> None:
         super().forget()
         self._crossing = ByName()
-        self._wired: tuple[str, tuple[str, ...] | None] = "", None
-        """The key of the recipe that was met last and, where it asks for low precision, the names that were told."""
+        self._neighbours: tuple[str, tuple[str, ...] | None] = "", None
+        """The key of the last recipe and, where it asks for low precision, the names of the neighbours."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name not in ("_crossing", "_wired")}
+        return {key: value for key, value in super().__getstate__().items() if key not in ("_crossing", "_neighbours")}
 
 
 def below(name: str, child: str) -> str:

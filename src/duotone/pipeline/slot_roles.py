@@ -66,7 +66,7 @@ class ConsumerRoles:
     def __init__(self) -> None:
         self.by_recipe: dict[str, tuple[Role, Role]] = {}
         self.shown: tuple[Role, Role] = NOBODY
-        """Under the recipe of the last call."""
+        """The roles under the recipe of the last call."""
 
     def forget(self) -> None:
         """Ask the neighbours again."""
@@ -88,8 +88,8 @@ class BoundaryRoles:
         output, gradient = self.consumers.by_recipe.get(recipe, NOBODY)
         return output or self._roles[0], gradient or self._roles[1]
 
-    def tell(self, recipe: str, output: Role = None, gradient: Role = None) -> None:
-        """Set the consumers of the output and of the gradient of the input under a recipe, that of the next call."""
+    def set_consumers(self, recipe: str, output: Role = None, gradient: Role = None) -> None:
+        """Set the consumers of the output and of the input's gradient under the recipe of the next call, by its key."""
         roles = self.consumers.shown = output, gradient
         if self.consumers.by_recipe.get(recipe, NOBODY) != roles:
             drop_dead(self.consumers.by_recipe)

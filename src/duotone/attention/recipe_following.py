@@ -1,4 +1,4 @@
-"""Meeting a recipe: what a module of attention does before a forward under it, outside of traces."""
+"""What a module of attention does before a forward under a recipe, outside of traces."""
 
 import contextlib
 from typing import Any
@@ -12,11 +12,11 @@ from duotone.recipes.recipe import Recipe, recipe_of
 from duotone.state.autocast_context import active_region
 from duotone.state.region import CallRegion, in_backward, mode_now
 
-_MODULES: "Numbered[MeetsRecipes]" = Numbered()
+_MODULES: "Numbered[FollowsRecipes]" = Numbered()
 
 
-class MeetsRecipes(KnownRoles, nn.Module):
-    """Calls `meet(recipe)` before each forward, which must be cheap for a recipe that it met before.
+class FollowsRecipes(KnownRoles, nn.Module):
+    """Calls `prepare(recipe)` before each forward. It must be cheap for the recipe of the last call.
 
     `forget` makes graphs of the module be traced again.
     """
@@ -27,29 +27,29 @@ class MeetsRecipes(KnownRoles, nn.Module):
         super().__init__()
         self.forget()
 
-    def meet(self, recipe: Recipe) -> None:
+    def prepare(self, recipe: Recipe) -> None:
         """Prepare for calls under a recipe. RecipeError if the module cannot follow it."""
         raise NotImplementedError
 
-    def asks_nothing(self, recipe: Recipe) -> bool:
+    def keeps_high_precision(self, recipe: Recipe) -> bool:
         """Whether a recipe leaves this module in high precision."""
         return False
 
     def share(self, recipe: Recipe) -> None:
-        """Meet a recipe for traced calls. Their graph serves all modules that are alike."""
-        self.meet(recipe)
+        """Prepare traced calls under a recipe. Their graph serves all modules that are alike."""
+        self.prepare(recipe)
 
     def is_shared(self, recipe: Recipe) -> bool:
         """Whether `share` was called under a recipe."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Meet every recipe anew."""
+        """Prepare anew for every recipe."""
         self._number = _MODULES.add(self)
         self._region = CallRegion()
 
-    def meet_recipe_of_call(self, default: Recipe) -> tuple[Recipe, str]:
-        """The recipe of this call and the group that reduces its amaxes. A recompute takes those of its forward."""
+    def recipe_of_call(self, default: Recipe) -> tuple[Recipe, str]:
+        """The recipe of this call, now prepared, and the group of its amaxes. A recompute has those of its forward."""
         compiling = torch.compiler.is_dynamo_compiling()
         region = active_region() if compiling else self._region.now(mode_now())
         recipe, group = (default, "") if region is None else (region.recipe, region.group)
@@ -57,10 +57,10 @@ class MeetsRecipes(KnownRoles, nn.Module):
             recipe = recipe.evaluation
         if compiling:
             _ask(recipe.key)
-            if not self.asks_nothing(recipe) and not self.is_shared(recipe):
+            if not self.keeps_high_precision(recipe) and not self.is_shared(recipe):
                 _share(self._number, recipe.key)  # errors of the recipe pass through
         elif not in_backward():  # a recompute follows its forward
-            self.meet(recipe)
+            self.prepare(recipe)
         return recipe, group
 
     def __getstate__(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _ask(recipe: str) -> str:
     """
     for module in list(_MODULES.values()):
         with contextlib.suppress(Exception):  # the user's function may raise anything
-            if not module.asks_nothing(recipe_of(recipe)):
+            if not module.keeps_high_precision(recipe_of(recipe)):
                 module.share(recipe_of(recipe))
     return recipe
 
