@@ -18,7 +18,7 @@ from torch.optim import optimizer
 import duotone
 from duotone.kernels.launch import Kernel, Launch
 from duotone.linear.plane_source import STEPS
-from duotone.planned.alike import WRAPPED
+from duotone.planned.same_recipes import WRAPPED
 
 ROOT = Path(duotone.__file__).parent
 
@@ -66,7 +66,7 @@ ALLOWED = {
     "ops.quantize_op._NUMBERS": "a name, and so a seed, for each op that nobody named",
     "pipeline.autograd.RUNNER": "what runs a pipeline; an observer wraps it while it watches",
     "pipeline.rewrites.RULES": REGISTRY,
-    "planned.alike.WRAPPED": "registers its hook once, with the first module that follows recipes",
+    "planned.same_recipes.WRAPPED": "registers its hook once, with the first module that follows recipes",
     "planned.opaque_stage.FORWARDS": GRAPHS,
     "planned.planned._UNNAMED": "a name, and so a seed, for each module that nobody named",
     "recipes.conditions.expression": PURE,

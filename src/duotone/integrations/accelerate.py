@@ -9,8 +9,8 @@ from duotone.conversion import convert
 from duotone.errors import UserError
 from duotone.integrations.requirement import require
 from duotone.integrations.run_state import RunState
-from duotone.planned.alike import require_same_recipes
 from duotone.planned.planned import Planned
+from duotone.planned.same_recipes import require_same_recipes
 from duotone.recipes.recipe import RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 

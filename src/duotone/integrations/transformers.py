@@ -23,8 +23,8 @@ from duotone.integrations.run_state import (
     recipe_names,
     save_planes,
 )
-from duotone.planned.alike import require_same_recipes
 from duotone.planned.planned import Planned
+from duotone.planned.same_recipes import require_same_recipes
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 from duotone.recipes.schedule import Phase, Schedule

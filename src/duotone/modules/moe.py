@@ -227,7 +227,7 @@ class MoE(ModuleGroup):
             ranks = self.num_experts // self.fc1.num_gemms
             exchange = Exchange.within(self.ep_capacity, counts, routing.total, self.ep_group, ranks)
         quantizer = self.token_quantizer()
-        self.fc1.plans.require_alike((quantizer,), tokens.device.type, self.ep_group)
+        self.fc1.plans.require_same_formats((quantizer,), tokens.device.type, self.ep_group)
         sent = exchange.dispatch(tokens, quantizer)
         y, _ = run_modules(ops, sent, (exchange, exchange), is_first_microbatch, self)
         return routing.combine(exchange.combine(y), weights).view(x.shape)

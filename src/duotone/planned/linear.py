@@ -14,7 +14,7 @@ from duotone.pipeline.op import Op, TensorInfo, is_distributed, require_fit, run
 from duotone.pipeline.stage import Stage
 from duotone.planned import boundary, delayed_states, distributed_linear
 from duotone.planned.planned import Planned, holds_codes
-from duotone.planned.split_parameters import Splits, is_split, lie_together, pieces, split_parameters, whole_of
+from duotone.planned.split_parameters import Splits, is_split, pieces, share_buffer, split_parameters, whole_of
 from duotone.planned.weights import initialise, keep_initialiser, quantize_weights
 from duotone.recipes.recipe import RecipeLike
 from duotone.state import seeds
@@ -111,7 +111,7 @@ class PlannedLinear(Planned):
         delayed_states.save(self)  # torch's styles would treat a submodule of a linear as a linear
         self.forget_plans()
         if is_split(self):
-            lie_together(self)
+            share_buffer(self)
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         if self.saved_states and any(map(is_distributed, self._parameters.values())):
@@ -131,7 +131,7 @@ class PlannedLinear(Planned):
     ) -> Sequence[Tensor | None]:
         dtype, plan = info.dtype, stage.plan
         if plan.layout.group:
-            self.require_alike(plan, info.device)
+            self.require_same_formats(plan, info.device)
         if weight.dtype is not dtype and not holds_codes(weight):  # codes stand for values of any dtype
             weight = weight.to(dtype)
         if bias is not None and bias.dtype is not dtype:

@@ -25,7 +25,7 @@ from duotone.recipes.rules import Rule
 from duotone.state import seeds
 from duotone.state.region import active_region
 from duotone.tensor import QuantizedTensor, Quantizer
-from duotone.tensor.fsdp import shard_of, tell_shards
+from duotone.tensor.fsdp import link_shards, shard_of
 from duotone.tensor.quantizer import quantizer_of
 
 if TYPE_CHECKING:
@@ -164,10 +164,10 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         self.layout = parallel_layout(self.layout.mode, tp_group, self.layout.sequence_parallel)
         self.forget_plans()
 
-    def require_alike(self, plan: LinearPlan, device: str) -> None:
+    def require_same_formats(self, plan: LinearPlan, device: str) -> None:
         """UserError on all ranks of the plan's group, in its first call, unless they have the same formats."""
         quantizers = plan.input.quantizer, plan.weight.quantizer, plan.gradient.quantizer
-        self.plans.require_alike(quantizers, device, plan.layout.group)
+        self.plans.require_same_formats(quantizers, device, plan.layout.group)
 
     def plan_for(self, x: Tensor) -> LinearPlan:
         """The plan that a call with `x` would follow now."""
@@ -223,7 +223,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         """Like nn.Module. Delayed-scaling states that the module lacks wait for a recipe that needs them."""
-        tell_shards(self._parameters.values())
+        link_shards(self._parameters.values())
         extra_state.unpack(state_dict, prefix, ("",) * self.num_gemms)
         self.saved_states.update(delayed_states.set_aside(self, state_dict, prefix))
         delayed_states.prepare_load(self, state_dict, prefix)

@@ -143,7 +143,7 @@ class PlannedGroup(Planned):
     ) -> Sequence[object]:
         (splits,), dtype = extra, signal.dtype
         if stage.plan.layout.group:
-            self.require_alike(stage.plan, signal.device)
+            self.require_same_formats(stage.plan, signal.device)
         if self.return_bias:
             biases = (None,) * self.num_gemms
         weights = self.whole_weights(weights)

@@ -24,8 +24,8 @@ from duotone.pipeline.op import KEEPS, TensorInfo, is_distributed
 from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.pipeline.titles import title
 from duotone.planned import delayed_states, traced_stages
-from duotone.planned.alike import WRAPPED
 from duotone.planned.opaque_stage import OpaqueStage
+from duotone.planned.same_recipes import WRAPPED
 from duotone.planned.sent_weights import require_planes
 from duotone.planned.traced_stages import Call, Key, TracedSlot
 from duotone.planned.weight_options import WeightOptions
@@ -84,7 +84,7 @@ class Planner:
         self.region = CallRegion()
         self.forget_stages()
 
-    def require_alike(self, quantizers: tuple[Quantizer, ...], device: str, group: str) -> None:
+    def require_same_formats(self, quantizers: tuple[Quantizer, ...], device: str, group: str) -> None:
         """UserError on all ranks of the group if their formats differ. They compare once, before they communicate."""
         if torch.compiler.is_dynamo_compiling():
             return

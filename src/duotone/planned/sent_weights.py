@@ -144,7 +144,7 @@ class SentWeight:
         del outer_stride, module
         if self.weight is None:
             self.prepare(mp_policy.param_dtype or self.shard.dtype, outer_size[0])
-            self.require_alike()
+            self.require_same_planes()
         in_forward = torch._C._current_graph_task_id() == -1
         if self.stamp != self.writes or (self.is_sent and in_forward):
             agree_on_amaxes([*self.of_model()])
@@ -212,7 +212,7 @@ class SentWeight:
         turned = side is COLUMNWISE and not fmt.is_derivable
         return [cut for cut in self.cuts if fmt.is_delayed or spans(fmt, 1 - cut[1] if turned else cut[1])]
 
-    def require_alike(self) -> None:
+    def require_same_planes(self) -> None:
         """UserError on all ranks if they would gather different planes. The first gather of a model compares them."""
         names: list[str] = []
         for sent in self.of_model():

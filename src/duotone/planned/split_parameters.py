@@ -100,7 +100,7 @@ def whole_of(module: nn.Module, kind: str) -> Tensor:
         return nothing.expand(rows, *first.shape[1:])
 
 
-def lie_together(module: nn.Module) -> None:
+def share_buffer(module: nn.Module) -> None:
     """Put what this rank holds of pieces that are DTensors into one buffer, so that `joined` copies nothing."""
     for kind in ("weight", "bias"):
         parts = [part for part in pieces(module, kind) if is_distributed(part)]

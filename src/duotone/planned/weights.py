@@ -22,7 +22,7 @@ from duotone.state.delayed import DelayedState
 from duotone.state.parameters import construction
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
-from duotone.tensor.fsdp import shard_of, tell_shards
+from duotone.tensor.fsdp import link_shards, shard_of
 from duotone.tensor.plane import Usage
 from duotone.tensor.plane_tensor import ENTRY, INIT_VALUE, mark_entry
 
@@ -301,7 +301,7 @@ class ShardedParameters:
 
     def register_load_state_dict_post_hook(self, hook: Callable[..., object]) -> object:
         """As nn.Module. FSDP2 calls it directly after it has replaced a parameter by its shard."""
-        tell_shards(self._parameters.values())  # first: shards that it refuses would leave other ranks waiting
+        link_shards(self._parameters.values())  # first: shards that it refuses would leave other ranks waiting
         _require_same_recipe(self)  # type: ignore[arg-type]
         _require_gradients(self)  # type: ignore[arg-type]
         send_planes(self)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 The planes that a pass reads (`Gathers`) travel in their wire form. Scales that span the sharded rows are not gathered:
 all shards agree on them at each write. For this a shard knows its group from the moment it is sharded
-(`tell_shards`).
+(`link_shards`).
 """
 
 import math
@@ -105,10 +105,10 @@ def shard_of(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)  # `to_local` may return another view
 
 
-def tell_shards(parameters: Iterable[Tensor | None]) -> None:
-    """Let quantized shards among these parameters agree with the other shards on all later writes.
+def link_shards(parameters: Iterable[Tensor | None]) -> None:
+    """Link quantized shards among these parameters to their other shards: all later writes agree on scales.
 
-    FSDP gives a shard its mesh only at a gather, so a module tells its shards as soon as it has them. Raises
+    FSDP gives a shard its mesh only at a gather, so a module links its shards as soon as it has them. Raises
     MissingPlaneError if ranks would gather pieces of different sizes, UserError if pieces are not of rows.
     """
     for parameter in parameters:
