@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40346
+LIBRARY_LINES = 40367
 TOOL_LINES = 7960
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -32,7 +32,7 @@ BUDGETS = {
     "compat": (2525, 7, 0),
     "conversion": (2717, 5, 0),
     "dispatch": (3602, 1, 0),
-    "distributed": (473, 3, 0),
+    "distributed": (475, 3, 0),
     "formats": (1516, 0, 0),
     "integrations": (774, 11, 0),
     "kernels": (5048, 0, 0),
@@ -41,7 +41,7 @@ BUDGETS = {
     "modules": (742, 3, 0),
     "observe": (2331, 6, 0),
     "ops": (1470, 0, 0),
-    "optim": (874, 3, 0),
+    "optim": (893, 3, 0),
     "package": (354, 1, 0),
     "pipeline": (1645, 15, 0),
     "planned": (3550, 16, 1),

@@ -11,7 +11,7 @@ from pathlib import Path
 import checks
 import torch
 import torch.distributed as dist
-from checks import check, same, seeded
+from checks import check, refused, same, seeded
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -220,6 +220,32 @@ def columns_of_ranks_have_the_moments_of_the_whole(folder: Path) -> None:
         states.append(gathered(optimizer.state[parameter]))
     alike(*states)
     same(cut.detach().full_tensor(), whole.detach(), "weight")
+
+
+@check
+def moments_of_columns_that_end_inside_of_blocks_stay_in_fp32(folder: Path) -> None:
+    """Other ranks would read their FP8 codes with scales of other columns."""
+    if not takes_part(2):
+        return
+    mesh, group, runs = meshes()[2], meshes()[2].get_group(), []
+    weight, grad = (torch.randn(8, 192, generator=seeded(seed)) for seed in (0, 1))
+    for lay in (Tensor.clone, lambda x: distribute_tensor(x, mesh, [Shard(1)])):
+        m = nn.Linear(192, 8, bias=False)
+        m.weight, m.weight.grad = nn.Parameter(lay(weight)), lay(grad)
+        runs.append((m, duotone.optim.AdamW(m.parameters(), lr=1e-2, moment_dtype=torch.float8_e4m3fn)))
+        runs[-1][1].step()
+        save(folder / f"inside-{len(runs)}", *runs[-1], group=group)
+    (whole, of_whole), (cut, of_cut) = runs
+    words = "ranks cut a parameter of shape (8, 192) inside of them"
+    refused(lambda: load(folder / "inside-1", cut, of_cut, group=group), words)
+    saved = of_whole.state_dict()
+    saved["state"][0] = {
+        key: distribute_tensor(value, mesh, [Shard(1)]) if value.dim() else value
+        for key, value in saved["state"][0].items()
+    }
+    refused(lambda: of_cut.load_state_dict(saved), words)
+    load(folder / "inside-2", whole, of_whole, group=group)
+    same(of_whole.state[whole.weight]["exp_avg"], of_cut.state[cut.weight]["exp_avg"].full_tensor(), "exp_avg")
 
 
 def gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 
 from duotone.errors import UserError
-from duotone.optim.moments import laid_like, ranks_across
+from duotone.optim.moments import laid_like, ranks_across, require_blocks
 from duotone.planned.planned import Planned
 from duotone.tensor import Plane, QuantizedTensor
 from duotone.tensor.fsdp import shard_of
@@ -174,6 +174,8 @@ def empty_state(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tens
     """The memory for one tensor of the state of a parameter in a load. The last dimensions of both may differ."""
     is_alike = size == parameter.shape or (0 < len(size) == parameter.dim() and size[:-1] == parameter.shape[:-1])
     if isinstance(parameter, DTensor) and is_alike:
+        if size != parameter.shape:
+            require_blocks(parameter)
         local, ranks = shard_of(parameter).shape, ranks_across(parameter)
         shape = local if size == parameter.shape else (*local[:-1], size[-1] // ranks)
         return laid_like(parameter, torch.empty(shape, dtype=dtype, device=parameter.device))

@@ -45,7 +45,8 @@ class AdamW(Optimizer):
     - `moment_dtype` says how `exp_avg` is stored: torch.float32, torch.bfloat16 or torch.float8_e4m3fn. Plain
       parameters in fp32, bf16 and fp16 follow it too; others refuse it. Every step computes in fp32.
     - FP8 has an fp32 scale for 128 elements of a row, `exp_avg_scale` (*lead, K / 128). With `betas[0]` above 0.93 an
-      element may stay where its neighbours decide the scale. Parameters of fewer than two dimensions have fp32.
+      element may stay where its neighbours decide the scale. Parameters of fewer than two dimensions have fp32, and
+      those that ranks cut inside of these 128.
     - `exp_avg_sq` is fp32 then: bf16 rounds `v * 0.999` back to `v`, and FP8 keeps no element far below the largest.
     - `master_dtype` is torch.float32 or torch.bfloat16. With None a step starts from the parameter's own values.
     - `capturable`: a CUDA graph may hold a step. The first step comes before the capture.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from duotone.errors import UserError
-from duotone.optim.moments import BLOCK, CODES, DTYPES, FP8, MOMENTS, SCALE
+from duotone.optim.moments import BLOCK, CODES, DTYPES, FP8, MOMENTS, SCALE, require_blocks
 from duotone.optim.update import Group, Saved
 from duotone.pipeline.op import is_distributed
 from duotone.tensor import QuantizedTensor
@@ -102,6 +102,7 @@ def check_saved(parameter: Tensor, saved: Saved) -> None:
                 "of real or complex numbers as the parameter has"
             )
         if value.dtype == CODES and name == "exp_avg" and SCALE in saved:
+            require_blocks(parameter)
             check_scale(saved, shard_of(value).shape)
         elif not (value.is_floating_point() or value.is_complex()):
             raise UserError(f"a saved {name} is {value.dtype}; it must be a floating dtype, such as torch.float32")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from duotone.formats import Format
-from duotone.optim.moments import CODES, DTYPES
+from duotone.optim.moments import CODES, DTYPES, cuts_blocks
 from duotone.optim.update import Group, Saved
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import FixedScale
@@ -35,8 +35,9 @@ def is_computed(parameter: Tensor, state: Saved, group: Group) -> bool:
 def stored_dtypes(parameter: Tensor, state: Saved, group: Group) -> dict[str, torch.dtype]:
     """The dtypes of the stored moments and master, by name, of a parameter whose step is computed here."""
     first = DTYPES[group["moment_dtype"] or str(torch.float32)]
+    has_no_blocks = parameter.dim() < 2 or cuts_blocks(parameter)
     dtypes = {
-        "exp_avg": torch.float32 if first == CODES and parameter.dim() < 2 else first,
+        "exp_avg": torch.float32 if first == CODES and has_no_blocks else first,
         "exp_avg_sq": torch.float32,
     }
     has_master = "master" in state or needs_master(shard_of(parameter), group)

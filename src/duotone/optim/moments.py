@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from duotone import formats
+from duotone.errors import UserError
 from duotone.optim.update import Saved
 from duotone.pipeline.op import is_distributed
 from duotone.tensor import Plane, Quantizer
@@ -74,6 +75,21 @@ def laid_like(parameter: Tensor, shard: Tensor) -> Tensor:
         shape = torch.Size((*shape[:-1], shard.shape[-1] * ranks_across(parameter)))
     stride = parameter.stride() if shape == parameter.shape else shard.new_empty(shape, device="meta").stride()
     return type(parameter).from_local(shard, *cut, run_check=False, shape=shape, stride=stride)
+
+
+def cuts_blocks(parameter: Tensor) -> bool:
+    """Whether ranks cut rows inside of a block. Blocks of shards are then not those of the whole."""
+    ranks = ranks_across(parameter) if is_distributed(parameter) else 1
+    return ranks > 1 and parameter.shape[-1] % (BLOCK * ranks) != 0
+
+
+def require_blocks(parameter: Tensor) -> None:
+    """UserError if ranks cut the blocks of a saved first moment in FP8."""
+    if cuts_blocks(parameter):
+        raise UserError(
+            f"a saved exp_avg in FP8 has blocks of {BLOCK} columns, and ranks cut a parameter of shape "
+            f"{tuple(parameter.shape)} inside of them; save it with moment_dtype = torch.float32"
+        )
 
 
 def ranks_across(parameter: "DTensor") -> int:
