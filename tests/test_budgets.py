@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40367
+LIBRARY_LINES = 40368
 TOOL_LINES = 7960
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -44,7 +44,7 @@ BUDGETS = {
     "optim": (893, 3, 0),
     "package": (354, 1, 0),
     "pipeline": (1645, 15, 0),
-    "planned": (3550, 16, 1),
+    "planned": (3551, 16, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1443, 0, 0),

@@ -618,3 +618,21 @@ def test_workers_map_the_quantized_weights_of_a_shared_model(recipe) -> None:
     assert model[0].weight.is_shared() and all(part.is_shared() for part in model[0].weight.parts)
     assert model[0].weight.detach().is_shared() and torch.equal(model[0].weight.dequantize(), values)
     assert buffers != [part.data_ptr() for part in model[0].weight.parts]
+
+
+@pytest.mark.parametrize("recipe", [MX, DELAYED], ids=["mxfp8", "delayed"])
+def test_a_model_with_gradients_comes_back_from_meta(recipe) -> None:
+    """A gradient on meta has no values to move: torch raised, and left the model on meta."""
+    m = quantized(recipe)
+    x, dy = torch.randn(16, K, dtype=torch.bfloat16), torch.randn(16, N, dtype=torch.bfloat16)
+    expected = copy.deepcopy(m)
+    m(x).backward(dy)
+    m.to("meta")
+    assert m.weight.grad.is_meta
+    m.to_empty(device="cpu")
+    assert m.weight.grad is None and m.weight.device.type == "cpu"
+    m.load_state_dict(expected.state_dict())
+    m.zero_grad()
+    for module in (m, expected):
+        module(x).backward(dy)
+    assert torch.equal(m.weight.grad, expected.weight.grad)

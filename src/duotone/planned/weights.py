@@ -156,7 +156,8 @@ def replace(old: Tensor, new: nn.Parameter) -> None:
     for name, value in vars(old).items():
         if name not in INTERNAL and (name != INIT_VALUE or initial):
             vars(new).setdefault(name, value)
-    if old.grad is not None and new.grad is None:
+    # A gradient on meta has no values to move.
+    if old.grad is not None and new.grad is None and (new.is_meta or not old.grad.is_meta):
         new.grad = old.grad.to(device=new.device, dtype=new.dtype)
     try:
         torch.utils.swap_tensors(old, new)
