@@ -182,8 +182,8 @@ def plan(
 ) -> Plan:
     """The kernel of each GEMM of each linear of a converted model, and the modules in high precision with the reasons.
 
-    `recipe` stands for an enclosing autocast. `device` and `dtype` are those of the weights if they are None. `device`
-    may also name an architecture that is not present, as "sm90".
+    `recipe` stands for an enclosing autocast, `dtype` for that of torch.autocast. `device` may name an architecture
+    that is not present, as "sm90". If `device` or `dtype` is None, it is that of the weights.
     """
     require_model("plan", model)
     if recipe is not None:
