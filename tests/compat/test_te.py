@@ -469,3 +469,12 @@ assert DelayedScaling().amax_history_len and Linear(16, 16).weight.shape == (16,
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
+
+
+def test_attention_follows_a_recipe_under_the_names_of_transformer_engine(te) -> None:
+    """An adapter must hide no method of the module that it wraps."""
+    x = torch.randn(6, 2, 32)
+    attention, core = te.MultiheadAttention(32, 4, attention_dropout=0.0), te.DotProductAttention(4, 8)
+    with duotone.autocast(recipe="mxfp8"):
+        assert attention(x).shape == x.shape
+        assert core(*torch.randn(3, 6, 2, 4, 8)).shape == x.shape

@@ -73,7 +73,7 @@ class TakesTheirArguments:
         named = by_name(f"te.{self.title}", ORDER[self.title].split(), values, options)
         tracker = named.pop("get_rng_state_tracker", None)
         sequence_parallel, size = bool(named.get("sequence_parallel")), ranks(named)
-        self.prepare(named)
+        self.prepare_constructor(named)
         for method in {"init_method", "output_layer_init_method"} & self.constructor:
             named[method] = _forked(named.get(method) or normal, tracker)
         if "device" in self.constructor and named.get("device") is None:
@@ -92,7 +92,7 @@ class TakesTheirArguments:
         self.prepare_call(named)
         return super().forward(**counterparts(call, named, self.call))  # type: ignore[misc]
 
-    def prepare(self, named: Options) -> None:
+    def prepare_constructor(self, named: Options) -> None:
         """Drop arguments for many ranks if there is one rank."""
         if ranks(named) == 1:
             for name in ("tp_group", "tp_size", "parallel_mode", "set_parallel_mode", "sequence_parallel"):
@@ -114,14 +114,14 @@ class TakesGroupLater:
 
     use_bias = property(lambda self: self.bias is not None)
 
-    def prepare(self, named: Options) -> None:
+    def prepare_constructor(self, named: Options) -> None:
         """Cut the sizes of this rank if `tp_size` comes without a group."""
         mode, size = named.get("parallel_mode"), named.get("tp_size", 1)
         if mode in CUT and size > 1 and named.get("tp_group") is None:
             cut(named, mode, size)
             self.__dict__["late"] = mode, bool(named.get("sequence_parallel"))
             named["tp_size"] = 1
-        super().prepare(named)  # type: ignore[misc]
+        super().prepare_constructor(named)  # type: ignore[misc]
 
     def set_tensor_parallel_group(self, tp_group: "ProcessGroup") -> None:
         """Communicate in this group from the next forward on."""
@@ -157,7 +157,7 @@ class LayerNormLinear(TakesGroupLater, TransformerEngineBaseModule, modules.Laye
 class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
     """`duotone.GroupedLinear` with their arguments."""
 
-    def prepare(self, named: Options) -> None:
+    def prepare_constructor(self, named: Options) -> None:
         """Cut each expert without communication: in Transformer Engine the caller communicates."""
         mode, size = named.get("parallel_mode"), ranks(named)
         if mode in CUT and size > 1:
@@ -165,7 +165,7 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
                 raise UserError("te.GroupedLinear adds no bias beside parallel_mode; give bias=False")
             cut(named, mode, size)
             named |= {"tp_size": 1, "tp_group": None}
-        super().prepare(named)
+        super().prepare_constructor(named)
 
 
 class LayerNorm(TakesTheirArguments, modules.LayerNorm):
@@ -217,7 +217,7 @@ class DotProductAttention(TakesTheirArguments, attention.DotProductAttention):
 
     get_rng_state_tracker: Tracker | None = None
 
-    def prepare(self, named: Options) -> None:
+    def prepare_constructor(self, named: Options) -> None:
         """Divide the heads by the ranks: Transformer Engine takes the heads of all ranks, Duotone those of one."""
         for heads in ("num_attention_heads", "num_gqa_groups"):
             if named.get(heads) is not None:
