@@ -120,7 +120,7 @@ def test_backward_override_keeps_forward_bits_and_states_its_operands(name) -> N
 @pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
 @pytest.mark.parametrize("shape", [(32, 96), (0, 96), (2, 16, 96), (96,)], ids=str)
 def test_backward_override_in_all_four_patterns_of_gradients(override, shape) -> None:
-    """hybrid 93, 106: what is owed has the bits of the case that owes everything; the rest is not there."""
+    """hybrid 93, 106: a gradient that is needed has the bits of the case that needs all; the others are None."""
     recipe = recipes.MXFP8BlockScaling(backward_override=override)
     x, dy = torch.randn(shape).bfloat16(), torch.randn(*shape[:-1], 64).bfloat16()
     module = duotone.convert(layer(), recipe)

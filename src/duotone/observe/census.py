@@ -100,13 +100,13 @@ class Call:
     """One call of a module without children, or of a pipeline. Sizes are by storage.
 
     `begin` and `end` count the storages that were saved before it and after it. `inputs` are the inputs that nobody had
-    saved. `owed` are the bytes of the inputs that need a gradient.
+    saved. `input_gradients` are the bytes of the gradients that it gives its inputs.
     """
 
     name: str
     trained: list[nn.Parameter]
     inputs: dict[int, int]
-    owed: int
+    input_gradients: int
     begin: int
     outputs: dict[int, int] = field(default_factory=dict)
     end: int = 0
@@ -193,8 +193,8 @@ class Census:
     def _begin(self, name: str, tensors: list[Tensor], trained: list[nn.Parameter]) -> Call:
         counted = self.static.union(self.saved)
         inputs = {key: size for key, size in sizes(tensors).items() if key not in counted}
-        owed = sum(sizes(t for t in tensors if t.requires_grad).values())
-        call = Call(name, trained, inputs, owed, len(self.saved))
+        gradients = sum(sizes(t for t in tensors if t.requires_grad).values())
+        call = Call(name, trained, inputs, gradients, len(self.saved))
         self.calls.append(call)
         return call
 

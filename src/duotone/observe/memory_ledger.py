@@ -86,7 +86,7 @@ def _workspace(call: Call, saved: dict[int, int], workspaces: dict[Hashable, tup
     if call.pipeline is None:
         results = sum(call.outputs.values())
         new = sum(size for key, size in saved.items() if key not in call.inputs and key not in call.outputs)
-        return results + new, results + new + call.owed + _gradients(call.trained)
+        return results + new, results + new + call.input_gradients + _gradients(call.trained)
     key = call.pipeline.key
     if key not in workspaces:
         workspaces[key] = call.pipeline.workspace()
