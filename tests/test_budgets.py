@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40374
+LIBRARY_LINES = 40375
 TOOL_LINES = 7960
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -30,7 +30,7 @@ BUDGETS = {
     "cli": (1547, 2, 0),
     "comm": (202, 1, 1),
     "compat": (2525, 7, 0),
-    "conversion": (2717, 5, 0),
+    "conversion": (2718, 5, 0),
     "dispatch": (3602, 1, 0),
     "distributed": (475, 3, 0),
     "formats": (1522, 0, 0),

@@ -318,3 +318,20 @@ def test_a_wrong_call_is_one_line(options, call, message) -> None:
     with pytest.raises(UserError) as error:
         build(**options)(**{"hidden_states": states(), **call})
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_subclass_may_have_a_method_prepare() -> None:
+    """Modules of users have this name for their own steps. Attention called it with a recipe."""
+
+    class Scaled(MultiheadAttention):
+        def prepare(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+        def forward(self, x: Tensor, **options: object) -> Tensor:
+            return super().forward(self.prepare(x), **options)
+
+    plain, x = MultiheadAttention(32, 4, attention_dropout=0.0), torch.randn(6, 2, 32)
+    scaled = Scaled(32, 4, attention_dropout=0.0)
+    scaled.load_state_dict(plain.state_dict())
+    with duotone.autocast(recipe="mxfp8"):
+        assert torch.equal(scaled(x), plain(2 * x))

@@ -238,7 +238,7 @@ class DotProductAttention(BoundaryRoles, FollowsRecipes):
         self._picks: dict[tuple[str, str, float, str], Pick] = {}
         self._low_precision = LowPrecision(self)
         self._prepared = ""
-        """The key of the recipe of the last `prepare`."""
+        """The key of the recipe of the last `prepare_recipe`."""
         self._alike = ByName()
         """By the key of a recipe: the modules whose traced calls have the same stages."""
 
@@ -357,14 +357,14 @@ class DotProductAttention(BoundaryRoles, FollowsRecipes):
     def keeps_high_precision(self, recipe: Recipe) -> bool:
         return not self.requested(recipe)
 
-    def prepare(self, recipe: Recipe) -> None:
+    def prepare_recipe(self, recipe: Recipe) -> None:
         if recipe.key != self._prepared:
             self.quantizers(recipe)
             self.requested(recipe)
             self._prepared = recipe.key
 
     def share(self, recipe: Recipe) -> None:
-        self.prepare(recipe)
+        self.prepare_recipe(recipe)
         if not self.is_shared(recipe):
             drop_dead(vars(self._alike))
             formats = self.formats(recipe)

@@ -262,13 +262,13 @@ class MultiheadAttention(InnerBoundaryRoles, FollowsRecipes, ModuleGroup):
         return self.core_attention.keeps_high_precision(recipe)
 
     def share(self, recipe: Recipe) -> None:
-        self.prepare(recipe)
+        self.prepare_recipe(recipe)
         self.core_attention.share(recipe)
 
     def is_shared(self, recipe: Recipe) -> bool:
         return self.core_attention.is_shared(recipe)
 
-    def prepare(self, recipe: Recipe) -> None:
+    def prepare_recipe(self, recipe: Recipe) -> None:
         """If the recipe asks for attention in low precision, give each neighbour the consumers of its tensors."""
         core = self.core_attention
         names = self.projections[0].module_name, core.module_name, self.proj.module_name
@@ -276,7 +276,7 @@ class MultiheadAttention(InnerBoundaryRoles, FollowsRecipes, ModuleGroup):
         if neighbours != self._neighbours:
             self._neighbours = neighbours
             self._set_neighbours(*neighbours)
-        core.prepare(recipe)
+        core.prepare_recipe(recipe)
         if recipe.fp8_mha and not hasattr(self._crossing, recipe.key):
             drop_dead(vars(self._crossing))
             setattr(self._crossing, recipe.key, self._crosses(recipe))

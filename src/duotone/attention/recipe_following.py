@@ -16,7 +16,7 @@ _MODULES: "Numbered[FollowsRecipes]" = Numbered()
 
 
 class FollowsRecipes(KnownRoles, nn.Module):
-    """Calls `prepare(recipe)` before each forward. It must be cheap for the recipe of the last call.
+    """Calls `prepare_recipe(recipe)` before each forward. It must be cheap for the recipe of the last call.
 
     `forget` makes graphs of the module be traced again.
     """
@@ -27,7 +27,7 @@ class FollowsRecipes(KnownRoles, nn.Module):
         super().__init__()
         self.forget()
 
-    def prepare(self, recipe: Recipe) -> None:
+    def prepare_recipe(self, recipe: Recipe) -> None:
         """Prepare for calls under a recipe. RecipeError if the module cannot follow it."""
         raise NotImplementedError
 
@@ -37,7 +37,7 @@ class FollowsRecipes(KnownRoles, nn.Module):
 
     def share(self, recipe: Recipe) -> None:
         """Prepare traced calls under a recipe. Their graph serves all modules that are alike."""
-        self.prepare(recipe)
+        self.prepare_recipe(recipe)
 
     def is_shared(self, recipe: Recipe) -> bool:
         """Whether `share` was called under a recipe."""
@@ -60,7 +60,7 @@ class FollowsRecipes(KnownRoles, nn.Module):
             if not self.keeps_high_precision(recipe) and not self.is_shared(recipe):
                 _share(self._number, recipe.key)  # errors of the recipe pass through
         elif not in_backward():  # a recompute follows its forward
-            self.prepare(recipe)
+            self.prepare_recipe(recipe)
         return recipe, group
 
     def __getstate__(self) -> dict[str, Any]:

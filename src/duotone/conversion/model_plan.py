@@ -197,7 +197,8 @@ def plan(
     planned = [module for module in model.modules() if isinstance(module, Planned)]
     for name, module in model.named_modules():
         if isinstance(module, MultiheadAttention):
-            module.prepare(recipe or module.recipe)  # its linears get their consumers first, so each slot is asked once
+            # Its linears get their consumers first, so each slot is asked once.
+            module.prepare_recipe(recipe or module.recipe)
         if isinstance(module, Planned):
             full_name = module.module_name if name and module.site.named else name
             rows.extend(_rows(full_name, module, recipe or module.recipe, device, dtype, trained))
