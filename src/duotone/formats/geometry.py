@@ -36,22 +36,16 @@ class Block(NamedTuple):
         return self.rows == self.cols
 
     def grid(self, rows: int, cols: int) -> tuple[int, int]:
-        """Number of blocks in each direction of a rows x cols matrix; a ragged last block counts.
-
-        torch simplifies symbolic extents in this form, and not in that of `-(-rows // 16)`.
-        """
-        down = rows // self.rows + (1 if rows % self.rows else 0) if self.rows else 1
-        return down, cols // self.cols + (1 if cols % self.cols else 0) if self.cols else 1
+        """Number of blocks in each direction of a rows x cols matrix; a ragged last block counts."""
+        return -(-rows // self.rows) if self.rows else 1, -(-cols // self.cols) if self.cols else 1
 
     def view(self, x: Tensor) -> Tensor:
         """(M, K) -> (grid rows, rows, grid cols, cols); missing elements of ragged blocks are 0."""
         (m, k), rows, cols = x.shape, self.rows, self.cols
-        down, rows = (m // rows + (1 if m % rows else 0), rows) if rows else (1, m)  # as `grid`, without a call
-        across, cols = (k // cols + (1 if k % cols else 0), cols) if cols else (1, k)
+        down, rows = (-(-m // rows), rows) if rows else (1, m)
+        across, cols = (-(-k // cols), cols) if cols else (1, k)
         if down * rows != m or across * cols != k:
             x = F.pad(x, (0, across * cols - k, 0, down * rows - m))
-        if self.rows and self.cols and isinstance(x.numel(), torch.SymInt):  # `view` makes n // (n // 16) out of 16
-            return x.unfold(0, rows, rows).unfold(1, cols, cols).transpose(1, 2)
         return x.view(down, rows, across, cols)
 
     def unview(self, blocks: Tensor, rows: int, cols: int) -> Tensor:
