@@ -142,7 +142,9 @@ def every_recipe_gives_the_bits_of_one_process(folder: Path) -> None:
 @check
 def every_schedule_gives_the_bits_of_one_process(folder: Path) -> None:
     both = "nvfp4", "fp8-delayed"
-    cases = {"GPipe": both, "Interleaved1F1B": both, "LoopedBFS": both[1:], "InterleavedZeroBubble": both[:1]}
+    cases = {"GPipe": both, "Interleaved1F1B": both, "LoopedBFS": both[1:]}
+    if torch.__version__ >= "2.13":  # zero-bubble schedules of torch 2.11 refuse every autograd.Function
+        cases["InterleavedZeroBubble"] = both[:1]
     for name, of_schedule in cases.items():
         blocks = BLOCKS if name in SINGLE else 2 * BLOCKS
         compare(pairs(name, recipe, blocks=blocks) for recipe in of_schedule)
