@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40369
+LIBRARY_LINES = 40370
 TOOL_LINES = 7960
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -33,7 +33,7 @@ BUDGETS = {
     "conversion": (2718, 5, 0),
     "dispatch": (3602, 1, 0),
     "distributed": (475, 3, 0),
-    "formats": (1516, 0, 0),
+    "formats": (1517, 0, 1),
     "integrations": (774, 11, 0),
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),
