@@ -35,7 +35,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     hopper = target.Target("cuda", target.HOPPER, target.BLOCKS_SINCE)
     monkeypatch.setattr(plan_builder, "target", lambda device: hopper)
     monkeypatch.setattr(target, "has_triton", lambda: True)
-    monkeypatch.setattr(products, "_is_op", lambda operand: torch.compiler.is_dynamo_compiling())
+    monkeypatch.setattr(products, "_runs_as_op", lambda operand: torch.compiler.is_dynamo_compiling())
     monkeypatch.setattr(quantizer.Quantizer, "encode", encode)
     tensors: list[Tensor] = []
     cut = torch._inductor.compile_fx.min_cut_rematerialization_partition
