@@ -33,7 +33,7 @@ BUDGETS = {
     "conversion": (2718, 5, 0),
     "dispatch": (3602, 1, 0),
     "distributed": (475, 3, 0),
-    "formats": (1517, 0, 1),
+    "formats": (1517, 0, 0),
     "integrations": (774, 11, 0),
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),

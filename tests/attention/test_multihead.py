@@ -321,7 +321,7 @@ def test_a_wrong_call_is_one_line(options, call, message) -> None:
 
 
 def test_a_subclass_may_have_a_method_prepare() -> None:
-    """Modules of users have this name for their own steps. Attention called it with a recipe."""
+    """Users give this name to steps of their own. Attention must not call them with a recipe."""
 
     class Scaled(MultiheadAttention):
         def prepare(self, x: Tensor) -> Tensor:

@@ -415,7 +415,7 @@ def backward_reads_of_gathered_weights_what_it_reads_in_one_process(folder: Path
         with duotone.autocast(recipe=recipe):
             if is_later:
                 with torch.no_grad():
-                    m(torch.randn(64, 128).bfloat16())  # owes no backward
+                    m(torch.randn(64, 128).bfloat16())  # needs no backward
             assert "gather_quantized sends planes alone" in refusal(functools.partial(once, m))
 
 

@@ -45,7 +45,7 @@ def test_a_forward_without_gradients_needs_no_backward(factory) -> None:
 
 
 @pytest.mark.parametrize("how", ["frozen", "eval"])
-def test_convert_checks_what_the_model_may_owe(how) -> None:
+def test_convert_checks_what_the_model_may_need(how) -> None:
     def model() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
 

@@ -622,7 +622,7 @@ def test_workers_map_the_quantized_weights_of_a_shared_model(recipe) -> None:
 
 @pytest.mark.parametrize("recipe", [MX, DELAYED], ids=["mxfp8", "delayed"])
 def test_a_model_with_gradients_comes_back_from_meta(recipe) -> None:
-    """A gradient on meta has no values to move: torch raised, and left the model on meta."""
+    """A gradient on meta has no values to move, so it is dropped."""
     m = quantized(recipe)
     x, dy = torch.randn(16, K, dtype=torch.bfloat16), torch.randn(16, N, dtype=torch.bfloat16)
     expected = copy.deepcopy(m)

@@ -26,7 +26,7 @@ def test_the_tap_of_the_page_prints_a_row_for_each_plane(capsys) -> None:
     names: dict[str, object] = {}
     exec(TAPS, names)
     lines = capsys.readouterr().out.splitlines()
-    # The first linear owes its input no gradient: no columnwise weight, no rowwise grad_output.
+    # The input of the first linear needs no gradient: no columnwise weight, no rowwise grad_output.
     assert len(lines) == 2 * 3 * 2 - 2 and all(re.search(r"\d\d\.\d dB$", line) for line in lines)
     assert isinstance(names["store"], observe.Tap) and {row["samples"] for row in names["store"].rows()} == {2}
 

@@ -328,7 +328,7 @@ def test_a_tensor_like_it_stays_quantized_if_another_one_shares_its_planes() -> 
     torch.from_dlpack, lambda t: t.apply_(abs), lambda t: t.map_(t, max), lambda t: t.data_ptr(),
 ], ids=["dlpack", "apply_", "map_", "data_ptr"])  # fmt: skip
 def test_what_reads_memory_at_an_address_is_refused(read) -> None:
-    """There is none: torch ended the process, or gave a tensor at address 0."""
+    """There is none: torch would end the process, or give a tensor at address 0."""
     with pytest.raises(UserError, match="has no address of values"):
         read(MX.quantize(torch.randn(32, 64)))
 

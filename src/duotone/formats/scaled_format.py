@@ -246,8 +246,8 @@ def check_request(
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise UserError(f"{name} encodes bf16, fp16 and fp32; got {x.dtype}: cast it first")
     if fmt.is_stochastic and seed is None:
-        wanted = "pass seed=<64-bit integer>, or give a quantized parameter a format that rounds to nearest"
-        raise UserError(f"{name} rounds stochastically and needs a seed; {wanted}")
+        remedy = "pass seed=<64-bit integer>, or give a quantized parameter a format that rounds to nearest"
+        raise UserError(f"{name} rounds stochastically and needs a seed; {remedy}")
     if scale is not None and amax is not None:
         raise UserError("scale and amax were both given; pass the one that decides")
     if scale is not None:
