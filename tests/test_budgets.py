@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40370
-TOOL_LINES = 7960
+LIBRARY_LINES = 40396
+TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -30,11 +30,11 @@ BUDGETS = {
     "cli": (1547, 2, 0),
     "comm": (202, 1, 1),
     "compat": (2525, 7, 0),
-    "conversion": (2718, 5, 0),
+    "conversion": (2744, 5, 0),
     "dispatch": (3602, 1, 0),
     "distributed": (475, 3, 0),
     "formats": (1517, 0, 0),
-    "integrations": (774, 11, 0),
+    "integrations": (776, 11, 0),
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),
     "linear": (1947, 5, 0),

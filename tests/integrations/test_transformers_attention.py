@@ -128,6 +128,47 @@ def test_scores_that_a_model_changes_are_refused_in_one_line() -> None:
         transformers_attention.attend(attention, *heads, torch.zeros(1, 1, 6, 6))
 
 
+@pytest.mark.parametrize("kind", ["GPT2", "OPT", "Bert"])
+def test_dropout_of_attention_is_that_of_the_model(kind) -> None:
+    """Which holds it as an attribute of another name, or as an `nn.Dropout`, and may change it later."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 128}
+    off = {"resid_pdrop": 0, "embd_pdrop": 0, "dropout": 0, "hidden_dropout_prob": 0}
+    rates = {"attn_pdrop": 0.5, "attention_dropout": 0.5, "attention_probs_dropout_prob": 0.5}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **off, **rates)
+    model = transformers.AutoModel.from_config(config, attn_implementation="duotone")
+    (core,) = [module for module in duotone.convert(model, HIGH).modules() if isinstance(module, DotProductAttention)]
+    assert core.attention_dropout == 0.5
+    (owner,) = [module for module in model.modules() if "duotone_attention" in module._modules]
+    for name, value in {**vars(owner), **owner._modules}.items():
+        if "dropout" in name:
+            setattr(owner, name, torch.nn.Dropout(0.25) if isinstance(value, torch.nn.Dropout) else 0.25)
+    tokens = torch.arange(24).view(2, 12)
+    first, second = (model.train()(input_ids=tokens).last_hidden_state for _ in range(2))
+    assert core.attention_dropout == 0.25 and not torch.equal(first, second)
+    first, second = (model.eval()(input_ids=tokens).last_hidden_state for _ in range(2))
+    assert core.attention_dropout == 0.25 and torch.equal(first, second)
+
+
+def test_encoder_and_decoder_may_have_other_numbers_of_heads() -> None:
+    sizes = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 128, "max_position_embeddings": 32}
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    config, tokens, logits = transformers.BartConfig(**sizes), torch.arange(12)[None] + 3, []
+    for implementation in ("eager", "duotone"):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation=implementation).eval()
+        logits.append(duotone.convert(model, HIGH)(input_ids=tokens).logits)
+    assert torch.allclose(*logits, atol=1e-5)
+
+
+def test_a_model_that_attends_by_itself_is_refused_before_anything_changes() -> None:
+    """Bloom adds masks to scores, and a bool mask would hide nothing."""
+    config = transformers.BloomConfig(hidden_size=64, n_layer=1, n_head=4, vocab_size=128)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="duotone")
+    with pytest.raises(UserError, match="BloomForCausalLM does not attend through transformers' attention interface"):
+        duotone.convert(model, FP8)
+    assert type(model.transformer.h[0].mlp.dense_h_to_4h) is torch.nn.Linear
+
+
 def test_a_checkpoint_of_transformers_keeps_the_delayed_scales_of_attention(tmp_path) -> None:
     config = DuotoneConfig("nvfp4-linear-fp8-dpa")
     llama("sdpa").save_pretrained(tmp_path / "plain")

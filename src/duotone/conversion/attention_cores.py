@@ -9,11 +9,15 @@ from typing import Any
 from torch import nn
 
 from duotone.attention import DotProductAttention
+from duotone.errors import UserError
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole
 
 NAME, CORE = "duotone", "duotone_attention"
 """What `attn_implementation` is called, and the attribute that holds the `DotProductAttention`."""
+
+DROPOUTS = ("attention_dropout", "attn_dropout", "attn_drop", "dropout_prob", "dropout_p", "dropout")
+"""Attributes of attention modules that hold the probability, or an `nn.Dropout`. Each call tells the one that holds."""
 
 
 def attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -24,23 +28,44 @@ def attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def refuse_without_interface(model: nn.Module) -> None:
+    """UserError if a model of transformers asks for Duotone's attention, and none of its modules can run it.
+
+    Such models add masks to their scores, and those that transformers makes for "duotone" are bool.
+    """
+    for name, module in model.named_modules():
+        if not hasattr(module, "_supports_attention_backend"):
+            continue
+        if module.config._attn_implementation == NAME and not any(attentions(model)):
+            raise UserError(
+                f"{name or type(module).__name__} does not attend through transformers' attention interface, so that "
+                f"attn_implementation={NAME!r} would change its masks; load it with 'eager'"
+            )
+
+
 def add_cores(model: nn.Module) -> None:
     """Give each attention module that asks for it a `DotProductAttention`, which the interface calls."""
     for _, module in list(attentions(model)):
         config = module.config
         if config._attn_implementation != NAME or CORE in module._modules:
             continue
-        heads = config.num_attention_heads
+        heads = getattr(module, "num_heads", config.num_attention_heads)
         width = getattr(module, "head_dim", None) or config.hidden_size // heads
         core = DotProductAttention(
             heads,
             (getattr(module, "qk_head_dim", width), getattr(module, "v_head_dim", width)),
             num_gqa_groups=heads // getattr(module, "num_key_value_groups", 1),
-            attention_dropout=getattr(module, "attention_dropout", 0.0),
+            attention_dropout=_dropout(module),
             softmax_scale=getattr(module, "scaling", None),
             qkv_format="bshd",
         )
         module.add_module(CORE, core.train(module.training))
+
+
+def _dropout(module: nn.Module) -> float:
+    values = (getattr(module, name, None) for name in DROPOUTS)
+    numbers = (value.p if isinstance(value, nn.Dropout) else value for value in values)
+    return next((float(number) for number in numbers if isinstance(number, int | float)), 0.0)
 
 
 def remove_cores(model: nn.Module) -> None:

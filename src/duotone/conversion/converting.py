@@ -10,7 +10,7 @@ from torch import nn
 
 from duotone.attention import DotProductAttention
 from duotone.conversion import experts, forwards, fusing
-from duotone.conversion.attention_cores import add_cores, remove_cores
+from duotone.conversion.attention_cores import add_cores, refuse_without_interface, remove_cores
 from duotone.conversion.default_rules import with_default_rules
 from duotone.conversion.forwards import close_fast_paths, open_fast_paths
 from duotone.conversion.left_alone import left_alone, refuse_left_alone
@@ -50,6 +50,7 @@ def convert(
     RecipeError or UserError, before anything changes, if a recipe cannot be used.
     """
     recipe = _validated(model, recipe, rules, schedule)
+    refuse_without_interface(model)
     sites = sites_of(model)
     phases = schedule.phases if schedule is not None else (Phase(recipe, 0),)
     all_rules = with_default_rules(rules, model, sites, [phase.recipe for phase in phases])

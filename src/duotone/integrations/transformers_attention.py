@@ -42,6 +42,8 @@ def attend(
     if scaling is not None and core.softmax_scale != scaling:
         core.softmax_scale = scaling
         core.forget()
+    if module.training and core.attention_dropout != dropout:
+        core.attention_dropout = dropout
     heads = [x.transpose(1, 2) for x in (query, key, value)]
     is_causal = options.get("is_causal")
     is_causal = module.is_causal if is_causal is None else is_causal
