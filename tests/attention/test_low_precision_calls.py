@@ -39,6 +39,17 @@ def step(run, x: list[Tensor], *args, **options) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("recipe", [DPA, MX])
+@pytest.mark.parametrize("queries", [0, 8])
+def test_no_tokens_give_zeros(recipe, queries) -> None:
+    """Planes over tokens have no columns then."""
+    leaves = [torch.randn(2, tokens, 4, 64, requires_grad=True) for tokens in (queries, 0, 0)]
+    run = DotProductAttention(4, 64, qkv_format="bshd", attn_mask_type="no_mask", recipe=recipe)
+    y = run(*leaves)
+    y.sum().backward()
+    assert y.shape == (2, queries, 256) and not y.any() and not any(t.grad.any() for t in leaves)
+
+
+@pytest.mark.parametrize("recipe", [DPA, MX])
 def test_queries_that_see_no_key_give_zeros_and_no_gradient(recipe) -> None:
     module = core(recipe, attn_mask_type="arbitrary")
     mask = torch.zeros(150, 150, dtype=torch.bool)

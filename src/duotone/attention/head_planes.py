@@ -155,7 +155,7 @@ def _padded(rows: int, fmt: Format) -> int:
 def as_rows(x: Tensor, fmt: Format) -> Tensor:
     """(*lead, M, K) -> (lead M, K). Rows of zeros follow each M if blocks would reach into the next one."""
     missing = _padded(x.shape[-2], fmt) - x.shape[-2]
-    return (F.pad(x, (0, 0, 0, missing)) if missing else x).reshape(-1, x.shape[-1])
+    return (F.pad(x, (0, 0, 0, missing)) if missing else x).flatten(0, -2)
 
 
 def as_heads(plane: Plane, shape: Sequence[int]) -> Tensor:
