@@ -34,9 +34,8 @@ def refuse_without_interface(model: nn.Module) -> None:
     Such models add masks to their scores, and those that transformers makes for "duotone" are bool.
     """
     for name, module in model.named_modules():
-        if not hasattr(module, "_supports_attention_backend"):
-            continue
-        if module.config._attn_implementation == NAME and not any(attentions(model)):
+        config = vars(module).get("config") if hasattr(module, "_supports_attention_backend") else None
+        if getattr(config, "_attn_implementation", None) == NAME and not any(attentions(model)):
             raise UserError(
                 f"{name or type(module).__name__} does not attend through transformers' attention interface, so that "
                 f"attn_implementation={NAME!r} would change its masks; load it with 'eager'"
