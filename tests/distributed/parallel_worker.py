@@ -462,7 +462,7 @@ def ddp_gives_all_ranks_the_planes_of_the_first(folder: Path) -> None:
         nn.parallel.DistributedDataParallel(m)
         for direction, plane in zip(("row", "col"), m[0].weight.planes, strict=True):
             for part, values in plane.parts.items():
-                first = values.view(torch.uint8).clone()
+                first = values.view(torch.uint8).clone(memory_format=torch.contiguous_format)
                 dist.broadcast(first, 0)
                 same(values.view(torch.uint8), first, f"{name}, {direction} {part}")
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -382,16 +383,12 @@ def _run_part(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, obj
 
     plain_args, plain_kwargs = tree_map(operand, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
-    if func.namespace == COLLECTIVES:
-        for work in tree_leaves(result):
-            if not isinstance(work, Tensor):
-                work.wait()
+    for leaf in tree_leaves(result) if func.namespace == COLLECTIVES else ():
+        # None: NCCL gives a null work for what is already on the stream of the caller
+        if isinstance(leaf, torch.ScriptObject) and (work := dist.Work.unbox(leaf)) is not None:
+            work.wait()
     values = written_arguments(func, plain_args, plain_kwargs)
     writes = [(target, value) for target, value in zip(targets, values, strict=True) if isinstance(target, Writes)]
     write_all([(target, value) for target, value in writes if isinstance(value, Tensor)])
     returned = {id(value): target for target, value in writes}
-
-    def replaced(value: object) -> object:
-        return returned.get(id(value), value)
-
-    return tree_map(replaced, result)
+    return tree_map(lambda value: returned.get(id(value), value), result)
