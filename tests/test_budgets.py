@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40396
+LIBRARY_LINES = 40402
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -29,8 +29,8 @@ BUDGETS = {
     "attention": (2967, 20, 0),
     "cli": (1547, 2, 0),
     "comm": (202, 1, 1),
-    "compat": (2525, 7, 0),
-    "conversion": (2744, 5, 0),
+    "compat": (2535, 7, 0),
+    "conversion": (2743, 5, 0),
     "dispatch": (3602, 1, 0),
     "distributed": (475, 3, 0),
     "formats": (1517, 0, 0),
@@ -49,7 +49,7 @@ BUDGETS = {
     "report": (1745, 0, 0),
     "serving": (1443, 0, 0),
     "state": (1972, 11, 0),
-    "tensor": (2950, 17, 0),
+    "tensor": (2947, 17, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -4,7 +4,7 @@ import json
 
 SCRIPT = """import transformer_engine.pytorch as te
 layer = te.Linear(768, 768)
-te.initialize_ub([1, 2], 2)
+te.get_ub("qkv")
 """
 
 
@@ -16,12 +16,12 @@ def test_uses_are_a_table_and_a_refused_one_is_exit_code_1(duotone, tmp_path):
     assert (code, err) == (1, "") and title.endswith("script.py: 2 uses, 1 refused")
     assert head.split() == "line use after install() in a script of Duotone".split()
     assert linear.split()[:3] == ["2", "Linear", "runs"] and "duotone.Linear" in linear
-    assert overlap.split()[:3] == ["3", "initialize_ub", "refused"] and "leave it out" in overlap
+    assert overlap.split()[:3] == ["3", "get_ub", "refused"] and "leave it out" in overlap
 
 
 def test_rows_are_json_and_what_runs_is_exit_code_0(duotone, tmp_path):
     path = tmp_path / "script.py"
-    path.write_text(SCRIPT.rpartition("te.init")[0])
+    path.write_text(SCRIPT.rpartition("te.get")[0])
     code, out, _ = duotone("migrate", path, "--json")
     (row,) = json.loads(out)
     assert code == 0 and row["line"] == 2 and row["call"] == "Linear" and row["after_install"] == "runs"

@@ -133,7 +133,7 @@ def test_recipes_take_their_options_and_tell_their_kind(te) -> None:
 
 
 REFUSED = {
-    "ub_overlap_ag": lambda te: te.Linear(32, 16, ub_overlap_ag=True),
+    "atomic_gemm": lambda te: te.Linear(32, 16, atomic_gemm=True),
     "no argument typo": lambda te: te.Linear(32, 16, typo=1),
     "set_tensor_parallel_group": lambda te: te.Linear(32, 16, parallel_mode="column", tp_size=2)(torch.ones(8, 32)),
     "over 3 ranks": lambda te: te.Linear(32, 16, parallel_mode="column", tp_size=3),
@@ -158,6 +158,22 @@ def test_what_has_no_counterpart_is_one_line_that_names_it(te, name: str) -> Non
     with pytest.raises(UserError, match=name) as error:
         REFUSED[name](te)
     assert "\n" not in str(error.value)
+
+
+USER_BUFFERS = {
+    "ub_bulk_wgrad": lambda te: te.LayerNormMLP(32, 64, ub_bulk_wgrad=True, ub_name="mlp"),
+    "ub_tp_comm_overlap": lambda te: te.TransformerLayer(32, 64, 4, ub_tp_comm_overlap=True),
+    "initialize_ub": lambda te: te.module.base.initialize_ub([64, 32], 1, use_fp8=True, bootstrap_backend="gloo"),
+}
+
+
+@pytest.mark.parametrize("name", USER_BUFFERS)
+def test_user_buffers_warn_that_nothing_overlaps(te, name: str) -> None:
+    """They change no result. Scripts that ask for them run, and the warning stands at their own line."""
+    with pytest.warns(UserWarning, match=f"{name}.*do not overlap") as caught:
+        USER_BUFFERS[name](te)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    te.module.base.destroy_ub()
 
 
 def test_every_name_leads_somewhere(te) -> None:

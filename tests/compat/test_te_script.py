@@ -13,9 +13,10 @@ HEAD = (
 )
 CALLS = {
     "te.Linear(32, 16)": "runs",
-    "te.Linear(32, 16, ub_overlap_ag=True)": "refused",
-    "te.Linear(32, 16, ub_overlap_ag=False)": "runs",
-    "te.Linear(32, 16, ub_overlap_ag=flag)": "depends",
+    "te.Linear(32, 16, atomic_gemm=True)": "refused",
+    "te.Linear(32, 16, atomic_gemm=False)": "runs",
+    "te.Linear(32, 16, atomic_gemm=flag)": "depends",
+    "te.Linear(32, 16, ub_overlap_ag=False, ub_name='qkv')": "runs",
     "te.TransformerLayer(32, 64, 4, seq_length=8, micro_batch_size=2)": "runs",
     "te.DotProductAttention(2, 16, softmax_type='learnable')": "refused",
     "te.fp8_autocast(enabled=True)": "runs",

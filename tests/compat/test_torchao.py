@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import sys
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ NAMES = [name.value for name in torchao.Float8LinearRecipeName]
 
 @pytest.fixture
 def float8_of_torchao():
-    sys.modules.pop("torchao.float8", None)
     return pytest.importorskip("torchao.float8", reason="pip install 'torchao==0.18.0'", exc_type=ImportError)
 
 

@@ -26,7 +26,7 @@ from duotone.errors import UserError
 compat.install()
 
 import transformer_engine.pytorch as te  # noqa: E402
-from transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling  # noqa: E402
+from transformer_engine.common.recipe import DelayedScaling, Format, MXFP8BlockScaling  # noqa: E402
 
 TOKENS, WIDTH, WIDE = 16, 32, 64
 
@@ -74,6 +74,43 @@ def a_column_and_a_row_of_ranks_compute_the_whole(folder: Path) -> None:
             y.square().sum().backward()
             assert torch.allclose(y, piece(want) if sequence else want, atol=1e-5)
             assert torch.allclose(column.weight.grad, piece(up.weight.grad), atol=1e-3)
+
+
+@check
+def layers_that_ask_for_user_buffers_train_as_without(folder: Path) -> None:
+    """The calls of Transformer Engine's example of an overlap. Nothing overlaps, so values are equal."""
+    recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=32, amax_compute_algo="max")
+    common = {"tp_group": dist.group.WORLD, "tp_size": 2, "sequence_parallel": True}
+    every = {"set_parallel_mode": True, "seq_length": TOKENS}
+    heads = {"attention_dropout": 0.0, "fuse_qkv_params": True}
+    bulk = {"ub_overlap_ag": True, "ub_bulk_wgrad": True, "ub_bulk_dgrad": True}
+    layers = {
+        te.LayerNormLinear: ((WIDTH, 3 * WIDTH), {"parallel_mode": "column"}, {**bulk, "ub_name": "qkv"}),
+        te.LayerNormMLP: ((WIDTH, WIDE), every, {**bulk, "ub_overlap_rs": True}),
+        te.MultiheadAttention: (
+            (WIDTH, 4), {"set_parallel_mode": True, **heads, "input_layernorm": True}, {**bulk, "ub_overlap_rs": True}
+        ),
+        te.TransformerLayer: (
+            (WIDTH, WIDE, 4), {**every, **heads, "hidden_dropout": 0.0}, {**bulk, "ub_tp_comm_overlap": True}
+        ),
+    }  # fmt: skip
+    te.module.base.initialize_ub([2 * TOKENS, WIDTH], 2, use_fp8=True, bootstrap_backend="gloo")
+    for layer, (sizes, options, buffers) in layers.items():
+        results = []
+        for overlap in ({}, buffers):
+            torch.manual_seed(5)
+            m = layer(*sizes, **common, **options, **overlap)
+            optimizer = torch.optim.Adam(m.parameters(), lr=1e-3)
+            for _ in range(3):
+                x = torch.randn(TOKENS // 2, 2, WIDTH, requires_grad=True)
+                with te.fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=dist.group.WORLD):
+                    y = m(x)
+                y.sum().backward()
+                optimizer.step()
+            results.append((y, x.grad, *m.parameters()))
+        for result, want in zip(*results, strict=True):
+            assert torch.equal(result, want) and want.isfinite().all(), layer.__name__
+    te.module.base.destroy_ub()
 
 
 @check

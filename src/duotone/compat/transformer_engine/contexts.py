@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from duotone.capture import is_capturing
 from duotone.compat.transformer_engine import recipe as their
+from duotone.compat.transformer_engine.options import NO_OVERLAP
 from duotone.dispatch.target import Version, target
 from duotone.errors import UserError
 from duotone.pipeline.offload import offload_activations
@@ -331,6 +333,11 @@ def _set_state(state: Tensor) -> None:
 def device_supports_multicast(device: int = -1) -> bool:
     """False: only user buffers use it, which Duotone does not have."""
     return False
+
+
+def initialize_ub(*_: object, **__: object) -> None:
+    """Warns, and does nothing else: there are no user buffers."""
+    warnings.warn(f"initialize_ub: {NO_OVERLAP}", stacklevel=2)
 
 
 def destroy_ub() -> None:

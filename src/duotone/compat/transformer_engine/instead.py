@@ -41,7 +41,7 @@ BY_REMEDY = {
     FUSION: "FusedOperation register_backward_fusion register_forward_backward_fusion register_forward_fusion",
     GLU: "deinterleave_glu_tensor interleave_glu_tensor",
     LINEAR_MATH: "CusolverMpCtx newton_schulz newton_schulz_tp",
-    OVERLAP: "UserBufferQuantizationMode fill_userbuffers_buffer_for_all_gather get_ub initialize_ub",
+    OVERLAP: "UserBufferQuantizationMode fill_userbuffers_buffer_for_all_gather get_ub",
     PADDING: "Fp8Padding Fp8Unpadding",
     ROUTING: "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss fused_topk_with_score_function moe_permute "
     "moe_permute_and_pad_with_probs moe_permute_with_probs moe_sort_chunks_by_index "

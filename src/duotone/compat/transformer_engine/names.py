@@ -45,8 +45,8 @@ PYTORCH = {
         f"{PACKAGE}.contexts",
         "CudaRNGStatesTracker FP8GlobalStateManager activation_recompute_forward autocast check_fp8_support "
         "check_fp8_block_scaling_support check_mxfp8_support check_nvfp4_support checkpoint destroy_ub fp8_autocast "
-        "get_cpu_offload_context get_default_recipe get_device_compute_capability is_bf16_available "
-        "is_fp8_available is_fp8_block_scaling_available is_mxfp8_available is_nvfp4_available "
+        "get_cpu_offload_context get_default_recipe get_device_compute_capability initialize_ub "
+        "is_bf16_available is_fp8_available is_fp8_block_scaling_available is_mxfp8_available is_nvfp4_available "
         "make_graphed_callables mark_not_offload prepare_te_modules_for_fsdp quantized_model_init",
     ),
     **_all(

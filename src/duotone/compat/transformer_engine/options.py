@@ -1,5 +1,6 @@
 """Arguments of Transformer Engine's modules: their order, and those that Duotone does not have."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ def is_ignored(value: object) -> bool:
     """True: an option that is a hint or a label changes no result."""
     return True
 
+
+NO_OVERLAP = "collectives do not overlap with products here, and results are the same; leave it out"
+"""What a request for user buffers warns of."""
 
 Rule = tuple[Callable[..., bool], str]
 """Which values of an option change no result, and what to write instead of the others."""
@@ -53,7 +57,6 @@ WITHOUT: dict[str, Rule] = {
     "seq_length": (is_ignored, ""),
     "softmax_type": (lambda value: value == "vanilla", "call torch's flex_attention"),
     "symmetric_ar_type": (is_unset, "leave it out"),
-    "ub_name": (is_ignored, ""),
 }
 """Options without a counterpart."""
 
@@ -105,9 +108,7 @@ RENAMED = {"inp": "x", "input_": "x", "hidden_size": "normalized_shape"}
 
 def rule_of(option: str) -> Rule | None:
     """The rule of an option without a counterpart."""
-    if option.startswith("ub_") and option not in WITHOUT:
-        return is_off, "collectives do not overlap through user buffers: leave it out"
-    return WITHOUT.get(option)
+    return (is_ignored, "") if option.startswith("ub_") else WITHOUT.get(option)
 
 
 def by_name(call: str, order: Sequence[str], values: Sequence[object], options: Mapping[str, object]) -> Options:
@@ -129,6 +130,8 @@ def counterparts(call: str, named: Options, parameters: frozenset[str]) -> Optio
             result[new] = value
             continue
         rule = rule_of(name)
+        if name.startswith("ub_") and value is True:
+            warnings.warn(f"{call}({name}=True): {NO_OVERLAP}", stacklevel=3)
         if rule is None:
             raise UserError(f"{call} has no argument {name}; allowed are {', '.join(sorted(parameters))}")
         is_harmless, remedy = rule
