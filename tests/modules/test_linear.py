@@ -1,5 +1,7 @@
 """duotone.Linear: nn.Linear's arguments and parameters, with a recipe."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -51,6 +53,25 @@ def test_a_plan_is_built_once_per_recipe_dtype_and_gradients() -> None:
         without = linear.plan_for(x)
     assert without is not first and not without.weight_grad
     assert linear.plan_for(x) is first
+
+
+@pytest.mark.parametrize("shape", [(64,), (6, 64), (2, 3, 64)])
+@pytest.mark.parametrize("name", ["bf16", "mxfp8"])
+def test_its_output_may_be_written_in_place_as_that_of_nn_linear(name: str, shape: tuple[int, ...]) -> None:
+    """The reference writes to nothing. For bf16 it is the plain model."""
+    reference = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+    model = duotone.convert(copy.deepcopy(reference), name, rules=())
+    model[1] = nn.ReLU(inplace=True)
+    if name != "bf16":
+        duotone.convert(reference, name, rules=())
+    x = torch.randn(shape)
+    y, expected = model(x), reference(x) / 3
+    y /= 3
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    assert torch.equal(y, expected)
+    for parameter, same in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(parameter.grad, same.grad)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-current", "fp8-block"])

@@ -215,6 +215,6 @@ def with_lead(y: Tensor, like: Tensor) -> Tensor:
     if like.dim() == 2:
         return y
     lead = like.shape[:-1]
-    if y.shape[0] == math.prod(lead):  # Size.numel() would make constants of symbols
-        return y.view(*lead, y.shape[-1])
-    return y.view(-1, *lead[1:], y.shape[-1])
+    is_same = y.shape[0] == math.prod(lead)  # Size.numel() would make constants of symbols
+    # No view to autograd, which forbids in-place operations on views that a custom function returns.
+    return torch.ops.aten._unsafe_view(y, (*(lead if is_same else (-1, *lead[1:])), y.shape[-1]))
