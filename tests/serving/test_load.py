@@ -89,6 +89,18 @@ def test_ties_are_loaded_once(tmp_path) -> None:
     assert other.lm_head.weight is other.embed.weight and bool((other.embed.weight == 0.5).all())
 
 
+def test_tied_weights_do_not_take_one_of_two_stored_values(tmp_path) -> None:
+    model, tied = toy(), toy()
+    export(model, tmp_path / "x")
+    tied.lm_head.weight = tied.embed.weight
+    unchanged_and_refused(tmp_path / "x", tied, r"lm_head.weight.*embed.weight; untie them in the model$")
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.embed.weight)
+    export(model, tmp_path / "y")
+    duotone.load(tmp_path / "y", tied)
+    assert torch.equal(tied.lm_head.weight, model.embed.weight.bfloat16().float())
+
+
 def test_a_checkpoint_without_our_notes_decodes_to_the_same_values(tmp_path) -> None:
     export(toy(), tmp_path / "x", "NVFP4A16")
     with_notes = duotone.load(tmp_path / "x")
@@ -144,10 +156,14 @@ def test_checkpoints_of_other_schemes_are_refused(tmp_path) -> None:
     refused("is quantized by 'gptq'; load reads compressed-tensors", quant_method="gptq")
     refused("with one group of linears", config_groups={})
     refused("cannot be read; these can: FP8", config_groups={"g": {"weights": weights | {"num_bits": 3}}})
+    refused("cannot be read; these can: FP8", config_groups={"g": None})
+    refused("cannot be read; these can: FP8", config_groups={"g": {"weights": "fp8"}})
     other = {"num_bits": 8, "strategy": "channel", "group_size": None}
     group = quantization["config_groups"]["group_0"] | {"weights": weights | other}
     activations = weights | other | {"strategy": "token", "dynamic": True}
     refused("not as FP8_DYNAMIC has it", config_groups={"g": group | {"input_activations": activations}})
+    export(toy(), tmp_path / "x", "BF16")
+    refused("stores no weight as MXFP8, which its config.json names")
 
 
 def test_half_written_exports_are_refused(tmp_path) -> None:

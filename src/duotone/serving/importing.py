@@ -18,6 +18,7 @@ from duotone.serving.schemes import GLOBAL, Scheme, global_scale, scheme_of_grou
 from duotone.serving.stored_tensors import stored_tensors
 from duotone.serving.tensor_file import TensorFile, TensorSpec
 from duotone.tensor import Plane, Planes, QuantizedTensor, Quantizer
+from duotone.tensor.plane_tensor import plain
 
 
 class StoredLinear(NamedTuple):
@@ -45,6 +46,8 @@ class Checkpoint:
         if scheme is not None:
             scale = f".{scheme.names.scale}"
             names = [name.removesuffix(scale) for name in self.files if name.endswith(scale)]
+            if not names:
+                raise UserError(f"{path} stores no weight as {scheme.name}, which its {CONFIG} names; export again")
             self.linears = {name: self._linear(name, scheme, notes) for name in names}
             ends = *scheme.weight_specs((1, 128)), "input_scale", "input_global_scale"
             stored = {f"{name}.{end}" for name in names for end in ends}
@@ -141,6 +144,11 @@ def _refuse_other(checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> None
             raise UserError(f"{name} is {tuple(shapes[name])} in {path} and {tuple(target.shape)} in the model")
     for name in shapes.keys() - targets.keys():
         raise UserError(f"{path} has {name}, which the model has not; it is a checkpoint of another model")
+    firsts: dict[int, str] = {}
+    for name in shapes:
+        first = firsts.setdefault(id(targets[name]), name)
+        if first != name and not torch.equal(plain(checkpoint.read(first)), plain(checkpoint.read(name))):
+            raise UserError(f"{path} has other values for {name} than for {first}; untie them in the model")
 
 
 def _write(target: Tensor, value: Tensor) -> None:

@@ -228,5 +228,5 @@ def scheme_of_group(group: Mapping[str, object]) -> Scheme:
 
 def _described(group: Mapping[str, object]) -> list[object]:
     keys = ("num_bits", "type", "strategy", "group_size", "block_structure", "dynamic", "symmetric")
-    sides = (group.get("weights"), group.get("input_activations"))
-    return [None if side is None else {key: side.get(key) for key in keys} for side in sides]  # type: ignore
+    sides = (group.get("weights"), group.get("input_activations")) if isinstance(group, Mapping) else (group,)
+    return [{key: side.get(key) for key in keys} if isinstance(side, Mapping) else side for side in sides]
