@@ -1,6 +1,8 @@
 """export: a model as the files that inference servers read."""
 
 import json
+import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -116,6 +118,10 @@ def write_export(model: nn.Module, path: Path, options: ExportOptions, names: St
             lambda notes: {CONFIG: json.dumps(config, indent=2), **_texts(model, notes)},
         )
     rows = tuple(ExportRow(*note[:4]) for note in notes)
+    broken = next((row.weight for row in rows if math.isnan(row.error)), None)
+    if broken is not None:
+        why = "holds NaN, infinities or values near them, which may be stored as finite values"
+        warnings.warn(f"{broken} {why}; do not serve {path}", stacklevel=3)
     return ExportReport(BF16 if scheme is None else scheme.name, rows, total)
 
 
