@@ -305,10 +305,14 @@ def test_tensors_like_it(q, usage) -> None:
     lambda x: F.gumbel_softmax(x),
     lambda x: torch.empty_like(x).fill_(1 / 3).mul_(0.7),
     lambda x: torch.mul(x, 0.7, out=x.new_empty(x.shape)),
-], ids=["dropout", "alpha_dropout", "dropout2d", "hinge", "gumbel", "fill", "out"])  # fmt: skip
+    lambda x: F.pad(x, (2, 3), mode="circular"),
+    lambda x: F.pad(x.view(4, 8, 64), (32, 32, 2, 1), mode="circular"),
+    lambda x: F.pad(x, (1, -1), mode="circular"),
+    lambda x: (y := torch.empty_like(x), y.t().copy_(x.t()))[0],
+], ids="dropout alpha_dropout dropout2d hinge gumbel fill out circular circular3d shifted turned".split())  # fmt: skip
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4|mxfp8", "fp8_delayed"])
 def test_what_torch_computes_in_a_tensor_like_it_is_not_rounded(op, name) -> None:
-    """torch's own functions write masks and constants such as 1 / (1 - p) into `empty_like` of their input."""
+    """torch's own functions write masks, constants such as 1 / (1 - p) and parts into `empty_like` of their input."""
     t = QUANTIZERS[name].quantize(torch.randn(32, 64))
     torch.manual_seed(0)
     expected = op(t.dequantize())
@@ -349,6 +353,18 @@ def test_writing_a_plain_view_of_a_hybrid_never_sets_its_planes_apart() -> None:
         for view in (t.t(), t[::2], t[3, 4:], t.as_strided((4,), (1,), 3)):
             view.zero_()
         assert same_parts(snapshot(t), before) != shared
+
+
+@pytest.mark.parametrize("view", [
+    lambda t: t[:, 2:3], lambda t: t[:, 2:6:2], lambda t: t.transpose(0, 1), lambda t: t[:, 3], lambda t: t[..., None],
+    lambda t: t.expand(1, 4, 8, 9)[0, 1],
+], ids=["slice", "steps", "transpose", "select", "unsqueeze", "expand"])  # fmt: skip
+def test_views_of_a_piece_of_columns_of_an_identity_tensor_write_it(view) -> None:
+    x = torch.randn(4, 8, 12)
+    t = QUANTIZERS["identity"].quantize(x.clone())
+    for each in (t, x):
+        view(each[..., 1:10]).mul_(3.0)
+    assert torch.equal(t.dequantize(), x)
 
 
 def test_attributes_that_torch_reads() -> None:

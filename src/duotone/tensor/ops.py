@@ -23,6 +23,7 @@ from duotone.tensor.plane_tensor import (
     plain,
     unshared,
     values_as,
+    viewed,
 )
 from duotone.tensor.quantized import OPS, QuantizedTensor
 
@@ -58,7 +59,7 @@ def _view(t: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
 
 @_op(aten.expand.default)
 def _expand(t: QuantizedTensor, size: Sequence[int], implicit: bool = False) -> Tensor:
-    return _detach(t) if list(size) == list(t.shape) else t.values(t.dtype).expand(size)
+    return _detach(t) if list(size) == list(t.shape) else viewed(t).expand(size)
 
 
 @_op(aten._to_copy.default)
@@ -141,7 +142,7 @@ def _slice(t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int 
     if step == 1 and (first, max(first, last)) == (0, extent):
         return _detach(t)
     piece = _narrow(t, dim % t.dim(), first, max(first, last)) if step == 1 else None
-    return aten.slice.Tensor(unshared(t), dim, start, end, step) if piece is None else piece
+    return aten.slice.Tensor(viewed(t), dim, start, end, step) if piece is None else piece
 
 
 @_op(aten.select.int)
@@ -149,7 +150,7 @@ def _select(t: QuantizedTensor, dim: int, index: int) -> Tensor:
     extent = t.shape[dim]
     at = index % extent if -extent <= index < extent else index
     piece = _narrow(t, 0, at, at + 1) if dim % t.dim() == 0 and t.dim() > 1 and 0 <= at < extent else None
-    return aten.select.int(unshared(t), dim, index) if piece is None else _view(piece, t.shape[1:])
+    return aten.select.int(viewed(t), dim, index) if piece is None else _view(piece, t.shape[1:])
 
 
 @_op(aten.unbind.int)
@@ -161,14 +162,14 @@ def _unbind(t: QuantizedTensor, dim: int = 0) -> list[Tensor]:
 def _split(t: QuantizedTensor, size: int, dim: int = 0) -> list[Tensor]:
     extent = t.shape[dim]
     if size <= 0:
-        return list(aten.split.Tensor(unshared(t), size, dim))
+        return list(aten.split.Tensor(viewed(t), size, dim))
     return _split_with_sizes(t, [min(size, extent - at) for at in range(0, extent, size)] or [0], dim)
 
 
 @_op(aten.split_with_sizes.default)
 def _split_with_sizes(t: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
     if sum(sizes) != t.shape[dim]:
-        return list(aten.split_with_sizes.default(unshared(t), sizes, dim))
+        return list(aten.split_with_sizes.default(viewed(t), sizes, dim))
     pieces: list[Tensor | None] = []
     dim, at = dim % t.dim(), 0
     for size in sizes:
@@ -183,7 +184,7 @@ def _split_with_sizes(t: QuantizedTensor, sizes: Sequence[int], dim: int = 0) ->
             f"pieces of {list(sizes)} rows cut the blocks of {names}; split at multiples of {_row_step(t)} rows, or "
             "dequantize() first"
         )
-    return list(aten.split_with_sizes.default(unshared(t), sizes, dim))
+    return list(aten.split_with_sizes.default(viewed(t), sizes, dim))
 
 
 def _row_step(t: QuantizedTensor) -> int:

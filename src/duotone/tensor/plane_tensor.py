@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone.errors import MissingPlaneError, UserError
-from duotone.formats import Format
+from duotone.formats import IDENTITY, Format
 from duotone.formats.format import require_dense
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import Plane, Planes, Usage, same_memory
@@ -257,6 +257,15 @@ def unshared(value: T) -> T | Tensor:
         assert isinstance(values, Tensor)
         return values.clone() if any(p and same_memory(values, p.parts["codes"]) for p in value.planes) else values
     return values
+
+
+def viewed(value: T) -> T | Tensor:
+    """`unshared` for a view. The values of an Identity plane keep its strides, and take writes for the tensor."""
+    if isinstance(value, PlaneTensor) and value.gathers is None:
+        row, col = value.planes
+        if row is not None and row.format == IDENTITY and (col is None or value.planes.aliased):
+            return row.dequantize(value.dtype).reshape(value.shape)
+    return unshared(value)
 
 
 def mark_entry(t: Tensor | None) -> None:

@@ -20,7 +20,7 @@ from duotone.formats import Format
 from duotone.tensor.context import LOCAL
 from duotone.tensor.fsdp import ShardHooks
 from duotone.tensor.plane import Plane, Planes, Usage
-from duotone.tensor.plane_tensor import INIT_VALUE, SIDES, plain, unshared
+from duotone.tensor.plane_tensor import INIT_VALUE, SIDES, plain, viewed
 from duotone.tensor.writes import Writes, run_in_place, writes_arguments
 
 Shell = tuple[Format, tuple[str, ...], tuple[int, int]]
@@ -28,6 +28,10 @@ Shell = tuple[Format, tuple[str, ...], tuple[int, int]]
 
 OPS: dict[OpOverload, Callable[..., object]] = {}
 """aten op -> its implementation on quantized tensors."""
+
+aten = torch.ops.aten
+WHOLE_VIEWS = {getattr(aten, name).default for name in ("detach", "alias", "view", "_unsafe_view", "reshape")}
+"""Operations whose result shares all planes of their argument. Other views may be copies."""
 
 
 class QuantizedTensor(ShardHooks, Writes):  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -141,11 +145,13 @@ class QuantizedTensor(ShardHooks, Writes):  # pyright: ignore[reportIncompatible
 
 
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> object:
+    if func.is_view and func not in WHOLE_VIEWS and getattr(args[0], "is_blank", False):
+        args[0].hold_high_precision()  # torch writes its parts; some are copies, and some share a scale
     if func in OPS:
         return OPS[func](*args, **kwargs)
     if writes_arguments(func):
         return run_in_place(func, args, kwargs)
-    plain_args, plain_kwargs = tree_map(unshared if func.is_view else plain, (args, kwargs))
+    plain_args, plain_kwargs = tree_map(viewed if func.is_view else plain, (args, kwargs))
     return func(*plain_args, **plain_kwargs)
 
 
