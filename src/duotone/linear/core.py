@@ -217,4 +217,4 @@ def with_lead(y: Tensor, like: Tensor) -> Tensor:
     lead = like.shape[:-1]
     is_same = y.shape[0] == math.prod(lead)  # Size.numel() would make constants of symbols
     # No view to autograd, which forbids in-place operations on views that a custom function returns.
-    return torch.ops.aten._unsafe_view(y, (*(lead if is_same else (-1, *lead[1:])), y.shape[-1]))
+    return torch.ops.aten._unsafe_view.default(y, (*(lead if is_same else (-1, *lead[1:])), y.shape[-1]))
