@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40432
+LIBRARY_LINES = 40443
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -44,12 +44,12 @@ BUDGETS = {
     "optim": (893, 3, 0),
     "package": (354, 1, 0),
     "pipeline": (1645, 15, 0),
-    "planned": (3551, 16, 1),
+    "planned": (3560, 16, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1457, 0, 0),
     "state": (1972, 11, 0),
-    "tensor": (2963, 17, 0),
+    "tensor": (2965, 17, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -155,6 +155,19 @@ def a_copy_that_is_sharded_writes_its_weights_with_delayed_scales(folder: Path) 
 
 
 @check
+def shards_write_under_the_delayed_scales_of_their_weights_before_a_forward(folder: Path) -> None:
+    """FSDP2 makes a shard by `new_zeros`, which gives other tensors no slots."""
+    sharded = shard(model(recipes.DelayedScaling(amax_history_len=2)))
+    single = model(recipes.DelayedScaling(amax_history_len=2))
+    for m in (sharded, single):
+        with torch.no_grad():
+            for weight in m.parameters():
+                weight.mul_(1000.0)
+    for (name, result), want in zip(sharded.named_buffers(), single.buffers(), strict=True):
+        same(result, want, name)
+
+
+@check
 def experts_of_a_copy_shard_one_after_the_other(folder: Path) -> None:
     """A copy asks the recipe anew while one expert is a shard already and the next one is whole."""
     one = duotone.GroupedLinear(2, 64, 64, recipe="mxfp8")

@@ -529,8 +529,8 @@ def test_a_traced_write_of_a_shard_is_one_op_where_ranks_need_not_agree() -> Non
 
 @pytest.mark.parametrize("copy", [
     lambda t: t.clone(), lambda t: t.to(torch.float32, copy=True), lambda t: torch.empty_like(t).copy_(t),
-    lambda t: t.new_empty(64, 64).copy_(t),
-], ids=["clone", "to", "empty_like", "new_empty"])  # fmt: skip
+    lambda t: t.new_empty(64, 64).copy_(t), lambda t: t.new_zeros(64, 64),
+], ids=["clone", "to", "empty_like", "new_empty", "new_zeros"])  # fmt: skip
 def test_writes_to_a_copy_record_nothing_for_the_weight(copy) -> None:
     """An averaged or perturbed copy of a weight must not change the weight's next scale. A view writes the weight."""
     model = duotone.convert(torch.nn.Linear(64, 64), "fp8-delayed", rules=())

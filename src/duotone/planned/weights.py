@@ -270,6 +270,14 @@ def is_sent(weight: Tensor) -> bool:
     return param is not None and not isinstance(param._sharded_local_tensor, QuantizedTensor)
 
 
+def _hand_slots(whole: object, holder: object) -> None:
+    """Let writes of a new shard follow the delayed scales of the weight that it is a part of."""
+    shard = shard_of(holder) if isinstance(holder, Tensor) else None
+    if isinstance(shard, QuantizedTensor) and isinstance(whole, QuantizedTensor):
+        if shard.context.slots == (None, None):
+            shard.context = replace_fields(shard.context, slots=whole.context.slots)
+
+
 class ShardedParameters:
     """Mixed in before an nn.Module."""
 
@@ -287,6 +295,7 @@ class ShardedParameters:
         """As nn.Module. FSDP2 sets shards and whole parameters in turn, where this is not nn.Module's `__setattr__`."""
         parameters = self.__dict__.get("_parameters", {}) if isinstance(value, nn.Parameter) else {}
         if name in parameters and (is_distributed(value) or is_distributed(parameters[name])):
+            _hand_slots(parameters[name], value)
             parameters[name] = value
         else:
             super().__setattr__(name, value)

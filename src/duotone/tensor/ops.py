@@ -268,6 +268,8 @@ def _blank(t: QuantizedTensor, size: Sequence[int], **options: Any) -> Tensor:
 def _new_zeros(t: QuantizedTensor, size: Sequence[int], **options: Any) -> Tensor:
     """FSDP2 creates shards by this. Nobody multiplies them, so a columnwise plane is a view if possible."""
     zeros = _like(t, size, make=torch.zeros, **options)
+    if isinstance(zeros, QuantizedTensor):
+        zeros.context = t.context.without_slots()  # a module gives its shard the slots of the weight
     if isinstance(zeros, QuantizedTensor) and zeros.derives_columnwise:
         col = zeros.planes.rowwise and zeros.planes.rowwise.transposed()
         zeros._columnwise = col if Planes(zeros._rowwise, col).aliased else zeros._columnwise
