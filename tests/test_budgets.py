@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40443
+LIBRARY_LINES = 40452
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -26,7 +26,7 @@ TESTS = Path(__file__).parent
 BENCH = TESTS.parent / "bench"
 
 BUDGETS = {
-    "attention": (2967, 20, 0),
+    "attention": (2965, 20, 0),
     "cli": (1547, 2, 0),
     "comm": (202, 1, 1),
     "compat": (2535, 7, 0),
@@ -43,7 +43,7 @@ BUDGETS = {
     "ops": (1470, 0, 0),
     "optim": (893, 3, 0),
     "package": (354, 1, 0),
-    "pipeline": (1645, 15, 0),
+    "pipeline": (1656, 15, 0),
     "planned": (3560, 16, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),

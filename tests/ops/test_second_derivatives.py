@@ -279,6 +279,24 @@ def test_second_derivatives_of_quantized_operands_are_an_error(name: str, recipe
             g.square().sum().backward()
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8-current", "fp8-delayed"])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_batch_of_gradients_of_quantized_operands_is_an_error_of_one_line(name: str, recipe: str) -> None:
+    """torch has no batching rules for casts. One gradient after the other works, with the graph that was kept."""
+    m, x = QUANTIZED[name](recipes.load(recipe)), torch.randn(32, 32).requires_grad_()
+    y = m(x)
+    options = {"is_grads_batched": True, "retain_graph": True}
+    for again in (False, True):
+        with pytest.raises(UserError, match=r"quantized, so it takes no batch of gradients.*; differentiate") as error:
+            torch.autograd.grad(y, x, torch.ones(3, *y.shape), create_graph=again, **options)
+        assert "\n" not in str(error.value)
+    with duotone.autocast(enabled=False):
+        y = m(x)
+    (batch,) = torch.autograd.grad(y, x, torch.ones(3, *y.shape), **options)
+    (single,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    torch.testing.assert_close(batch, single.expand(3, -1, -1))
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8-current"])
 def test_under_a_checkpoint_graphs_are_as_without_it(recipe: str) -> None:
     """A non-reentrant checkpoint hands saved tensors out once in a backward."""

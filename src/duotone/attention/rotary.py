@@ -12,7 +12,7 @@ from duotone.attention.masks import packed
 from duotone.attention.ranks import Ranks
 from duotone.dispatch.casts import has_kernels
 from duotone.errors import UserError
-from duotone.pipeline.autograd import is_transformed
+from duotone.pipeline.autograd import is_legacy_batched, is_transformed
 
 
 class Rotation(NamedTuple):
@@ -21,8 +21,6 @@ class Rotation(NamedTuple):
     cos: Tensor
     sin: Tensor
 
-
-is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
 
 Angles = Tensor | Rotation
 

@@ -28,6 +28,7 @@ Shells = list[list[Any]]
 (DEFERRED, make, number of tensors) of a deferred plane. None and tuples of one element stand for themselves."""
 
 TENSOR, DEFERRED = "tensor", "deferred"
+is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
 are_transforms_active = torch._C._are_functorch_transforms_active
 
 
@@ -84,6 +85,8 @@ class PipelineFunction(torch.autograd.Function):
         if gradients[0] is None:
             y = ctx._input_metadata[0]
             gradients = torch.zeros(tuple(y.shape), dtype=y.dtype, device=y.device), *gradients[1:]
+        if isinstance(again, Refused) and is_legacy_batched(gradients[0]):
+            again.refuse_batch()
         if again is None:
             run = run_traced_backward
         elif torch.is_grad_enabled():
@@ -277,6 +280,7 @@ class Refused:
     marks = True
 
     def __init__(self, reason: str) -> None:
+        self.reason = reason
         self.message = (
             f"{reason}, so it has no second derivative and none of torch.func or forward-mode AD; "
             "call duotone.revert(model), or run it under duotone.autocast(enabled=False)"
@@ -292,6 +296,13 @@ class Refused:
         """The gradients, whose own gradient is an error."""
         saved = ctx.saved_tensors
         return with_gradient(lambda _, *dy: run_backward(ctx, dy, saved), self.check, saved[-1], *gradients)
+
+    def refuse_batch(self) -> NoReturn:
+        """UserError: torch differentiates for a batch of gradients at once, and formats scale each one by itself."""
+        raise UserError(
+            f"{self.reason}, so it takes no batch of gradients (is_grads_batched=True, jacobian(vectorize=True)); "
+            "differentiate for one gradient after the other"
+        )
 
     def check(self, *gradients: Tensor) -> NoReturn:
         """UserError with the reason."""
