@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40452
+LIBRARY_LINES = 40457
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -49,7 +49,7 @@ BUDGETS = {
     "report": (1745, 0, 0),
     "serving": (1457, 0, 0),
     "state": (1972, 11, 0),
-    "tensor": (2965, 17, 0),
+    "tensor": (2970, 17, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -384,11 +384,16 @@ def _run_part(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, obj
     plain_args, plain_kwargs = tree_map(operand, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     for leaf in tree_leaves(result) if func.namespace == COLLECTIVES else ():
-        # None: NCCL gives a null work for what is already on the stream of the caller
-        if isinstance(leaf, torch.ScriptObject) and (work := dist.Work.unbox(leaf)) is not None:
-            work.wait()
+        if isinstance(leaf, torch.ScriptObject):
+            work = cast("dist.Work | None", dist.Work.unbox(leaf))
+            if work is not None:  # NCCL gives a null work for what is already on the stream of the caller
+                work.wait()
     values = written_arguments(func, plain_args, plain_kwargs)
     writes = [(target, value) for target, value in zip(targets, values, strict=True) if isinstance(target, Writes)]
     write_all([(target, value) for target, value in writes if isinstance(value, Tensor)])
     returned = {id(value): target for target, value in writes}
-    return tree_map(lambda value: returned.get(id(value), value), result)
+
+    def replaced(value: object) -> object:
+        return returned.get(id(value), value)
+
+    return tree_map(replaced, result)
