@@ -254,3 +254,14 @@ def test_what_shares_the_memory_of_a_weight_comes_back_in_its_dtype() -> None:
     assert view is not None
     restored = view.restore([torch.zeros(3), codes], copies=False)
     assert restored.dtype is saved.dtype and torch.equal(restored.view(torch.uint8), saved.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", slow("fp8-current"), slow("nvfp4")])
+def test_a_quantized_weight_may_stand_twice_in_a_pipeline(name: str) -> None:
+    """Dynamo takes no tensor twice, and knows no planes of a view. Gradients are added in the order of eager code."""
+    with duotone.quantized_model_init(recipe=name):
+        layer = duotone.Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16, recipe=name)
+        mlp = duotone.LayerNormMLP(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, recipe=name)
+    mlp.fc2.weight = mlp.fc1.weight
+    pipeline = duotone.ops.Sequential(layer, duotone.ops.GELU(), layer, layer)
+    same_as_eager(nn.Sequential(pipeline, mlp), [in_turn(), in_turn()], graphs=2)

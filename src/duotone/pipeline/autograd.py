@@ -1,6 +1,6 @@
 """The pipeline: the one autograd function that runs a tuple of stages forward and backward."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
@@ -54,6 +54,8 @@ class Backward(NamedTuple):
     again: "Exact | Refused | None" = None
     alone: bool = False
     """Whether no other autograd.Function runs the forward."""
+    repeated: Mapping[int, int] | None = None
+    """In a trace: places among x and the operands whose tensor the function gets only once, at an earlier place."""
 
 
 class PipelineFunction(torch.autograd.Function):
@@ -64,6 +66,9 @@ class PipelineFunction(torch.autograd.Function):
         saved: list[Saved] = []
         outputs: list[Tensor] = []
         y, at = x, 0
+        if backward.repeated:
+            inputs = x, *operands
+            operands = tuple([inputs[backward.repeated.get(at, at)] for at in range(1, len(inputs))])
         for stage in forward:
             end = at + sum(stage.arity)
             y, saved_here, extra = stage.run(y, operands[at:end])
@@ -106,6 +111,8 @@ def run_backward(
     `tensors` are the saved tensors if they are known: a checkpoint hands them out once.
     """
     needs, extra = ctx.needs_input_grad, ctx.extra
+    if repeated := ctx.backward_of.repeated:
+        needs = *needs[:2], *[needs[2 + repeated.get(at, at)] for at in range(len(needs) - 2)]
     saved = unpack(ctx.shells, ctx.saved_tensors if tensors is None else tensors)
     stages, outputs = ctx.backward_of.stages, gradients[1:]
     last, at = len(saved) - (ctx.backward_of.again is not None), len(needs)
@@ -141,8 +148,14 @@ def run_traced_backward(ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> 
     for stage in ctx.backward_of.stages:
         if stage.rolls_forward_alone:
             stage.roll_after(gradients[0])
+    repeated = ctx.backward_of.repeated or {}
     forward, backward, dx, *of_operands = run_backward(ctx, gradients)
-    return forward, backward, dx.dequantize() if isinstance(dx, QuantizedTensor) else dx, *of_operands
+    inputs = [dx.dequantize() if isinstance(dx, QuantizedTensor) else dx, *of_operands]
+    for at in sorted(repeated):  # in the order of eager code
+        before, gradient, inputs[at] = inputs[repeated[at]], inputs[at], None
+        if gradient is not None:
+            inputs[repeated[at]] = gradient if before is None else before + gradient
+    return forward, backward, *inputs
 
 
 _apply = super(torch.autograd.Function, PipelineFunction).apply  # type: ignore[misc]
@@ -161,16 +174,19 @@ def apply_eagerly(forward: Stages, backward: Backward, x: Tensor, *operands: obj
 def apply_traced(forward: Stages, backward: Backward, *operands: object) -> Outputs:
     """`PipelineFunction.apply` in a trace. Dynamo takes no tensor twice: one that comes again is a view.
 
-    Backward reaches the newest view first, so views in reverse add gradients in the order of eager code. Quantized
-    tensors break the graph, since it knows no planes of their views.
+    Backward reaches the newest view first, so views in reverse add gradients in the order of eager code. Dynamo knows
+    no planes of views, so a quantized tensor that comes again is left out, and the function adds its gradients.
     """
     distinct = list(operands)
+    repeated: dict[int, int] = {}
     for at in reversed(range(len(operands))):
         operand = operands[at]
-        if isinstance(operand, Tensor) and not isinstance(operand, QuantizedTensor):
-            if any(operand is each for each in operands[:at]):
-                distinct[at] = operand.view_as(operand)
-    return PipelineFunction.apply(forward, backward, *distinct)
+        same = [i for i in range(at) if operands[i] is operand]
+        if same and isinstance(operand, QuantizedTensor):
+            distinct[at], repeated[at] = None, same[0]
+        elif same and isinstance(operand, Tensor):
+            distinct[at] = operand.view_as(operand)
+    return PipelineFunction.apply(forward, backward._replace(repeated=repeated) if repeated else backward, *distinct)
 
 
 class Runner:
