@@ -1,4 +1,4 @@
-"""Duotone: low-precision training for PyTorch in which each direction of each tensor has a format of its own."""
+"""Duotone: low-precision training for PyTorch. Each direction of each tensor has its own format."""
 
 from duotone import formats, observe, ops, optim, recipes
 from duotone.attention import (

@@ -1,4 +1,4 @@
-"""The exceptions that Duotone raises on purpose. Every message is one line: given, allowed, what to do."""
+"""The exceptions of Duotone. Every message is one line: the wrong value, the allowed values, and what to do."""
 
 from dataclasses import fields
 from typing import Any

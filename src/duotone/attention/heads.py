@@ -85,7 +85,7 @@ class Heads:
         counts = [size // self.width for size in self.sizes(kinds).values()]
         if not self.interleaved:  # cut before heads are told apart, so that a quantized tensor stays one
             parts = x.split([count * self.width for count in counts], dim=-1)
-            pairs = zip(parts, counts, strict=True)  # no -1 below: an empty batch does not tell what it is
+            pairs = zip(parts, counts, strict=True)  # no -1 below: an empty batch does not determine a size
             return tuple(part.reshape(*part.shape[:-1], count, self.width) for part, count in pairs)
         groups = x.reshape(*x.shape[:-1], self.groups, sum(counts) // self.groups, self.width)
         parts = groups.split([count // self.groups for count in counts], dim=-2)

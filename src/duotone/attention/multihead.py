@@ -208,7 +208,7 @@ class MultiheadAttention(InnerBoundaryRoles, FollowsRecipes, ModuleGroup):
 
         Nothing may change heads on their way, and each tensor has one scale.
         """
-        if not recipe.fp8_mha:  # guards must not read what only one layer has
+        if not recipe.fp8_mha:  # guards must not read a value that belongs to one layer
             return False, False
         output, gradient = getattr(self._crossing, recipe.key, (False, False))
         # Ranks that share a sequence agree on the scales of their keys when attention encodes them.

@@ -68,7 +68,7 @@ class AttentionFormats:
 
     @staticmethod
     def of(answers: Mapping[str, Sequence[Quantizer]], recipe: Recipe, name: str) -> "AttentionFormats":
-        """`answers` are by kind of slot. RecipeError for a quantizer with an `encode` of its own."""
+        """`answers` are by kind of slot. RecipeError if a quantizer overrides `encode`."""
         for kind, quantizers in answers.items():
             for quantizer in quantizers:
                 if type(quantizer).encode is not Quantizer.encode:

@@ -98,7 +98,7 @@ def _turned_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _fits(t: Tensor) -> bool:
     """Whether a kernel turns heads like these; gradients of a batch (`is_grads_batched`) have no address."""
-    if not has_kernels(t) or t.stride(-1) != 1:  # first: a trace cannot follow what is below
+    if not has_kernels(t) or t.stride(-1) != 1:  # first: a trace cannot follow the code below
         return False
     if t.shape[-2] * t.stride(-2) >= 2**31:  # offsets of heads are int32
         return False

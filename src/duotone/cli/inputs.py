@@ -1,4 +1,4 @@
-"""From what was typed to what the laboratory takes; every failure is a UserError."""
+"""Arguments of the command line as values of `duotone.lab`. Every failure is a UserError."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`duotone formats` and `duotone recipes`: what there is by name."""
+"""`duotone formats` and `duotone recipes`: lists by name."""
 
 import json
 from typing import TYPE_CHECKING

@@ -25,7 +25,7 @@ from duotone.errors import UserError
 @click.version_option(__version__, message="duotone %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:
-    """Low-precision training in which each direction of each tensor has a format of its own."""
+    """Low-precision training. Each direction of each tensor has its own format."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 

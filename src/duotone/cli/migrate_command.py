@@ -13,10 +13,10 @@ COLUMNS = ("line", "use", "after install()", "in a script of Duotone")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON instead of the table.")
 @click.pass_context
 def migrate(context: click.Context, script: str, as_json: bool) -> None:
-    """List what SCRIPT uses of Transformer Engine, and what to write instead. The script is not run.
+    """List all uses of Transformer Engine in SCRIPT, and what to write instead. The script is not run.
 
-    `after install()` tells what becomes of a use after duotone.compat.te.install(): it runs, is refused, or depends on
-    a value that the text does not show. The exit code is 1 if a use is refused, 0 otherwise.
+    The column `after install()` shows for each use whether it works after duotone.compat.te.install(): it runs, is
+    refused, or depends on a value that is not in the text. The exit code is 1 if a use is refused, 0 otherwise.
     """
     from duotone.cli.table import print_table
     from duotone.compat.te_script import REFUSED, uses

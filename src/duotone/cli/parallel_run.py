@@ -77,7 +77,7 @@ def _trained(
     should_stop: Callable[[], bool],
     first: bool,
 ) -> tuple[loop.Run, data.Corpus]:
-    """The run. Nothing that it made holds the process group afterwards, which could not end then."""
+    """The run. Afterwards no object refers to the process group, so that the group can end."""
     corpus = data.load(config.data, context=config.preset.model.context)
     trainer = ParallelTrainer(layout, config, chosen, corpus)
     run = loop.Run(chosen.name, chosen, config.seed, is_observed=False)

@@ -20,7 +20,7 @@ def plan(recipe: str, strict: bool, arch: str | None, parallel: str | None, **ty
 
     `native` means that the kernel multiplies the codes themselves, `emulated` that it decodes them first. The numbers
     under `why` stand for lines below the table: kernels and reasons. A line there says where bf16 would be faster.
-    With --parallel, a line predicts what each rank holds, and sends in a step of training.
+    With --parallel, a line predicts the memory of each rank, and the bytes that it sends in a step of training.
     """
     from duotone import recipes
     from duotone.cli.inputs import config_from, make_strict

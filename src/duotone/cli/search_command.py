@@ -31,8 +31,8 @@ from duotone.observe.candidates import UNIFORM
 def search(context: click.Context, out: str | None, resume: bool, **typed: options.Typed | bool) -> None:
     """Find the recipe with the least loss for a speed or memory, or the fastest for a gap, and check it.
 
-    bf16 is trained once. Then each GEMM of each module takes each format alone, which tells what it adds to the loss.
-    An integer program picks the formats, and paired runs measure how far off its prediction was. --out then holds
+    bf16 is trained once. Then the effect of each format on the loss is measured, for each GEMM of each module.
+    An integer program picks the formats, and paired runs check its prediction. --out then holds
     recipe.toml, evidence.json and the report of these runs.
 
     Ctrl-C stops after the step or GEMM at hand, and --resume continues. Exit codes are those of compare.

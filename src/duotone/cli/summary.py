@@ -30,7 +30,7 @@ COLUMNS: dict[str, Callable[[RunEntry], str]] = {
 
 
 def print_summary(result: Document, *, as_json: bool = False) -> None:
-    """The table of all runs of a document in 80 columns, and what it says about the gaps; or the numbers as JSON."""
+    """All runs of a document: a table in 80 columns with a text about the gaps, or the numbers as JSON."""
     if as_json:
         click.echo(files.json_text(numbers(result)))
         return

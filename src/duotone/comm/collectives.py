@@ -88,11 +88,11 @@ AMAXES = "did not record the same amaxes", "run the same modules on all its rank
 
 
 def require_same(names: Sequence[str], device: torch.device, group: str, problem: tuple[str, str] = AMAXES) -> None:
-    """UserError on every rank of the group unless all ranks come with the same names, in the same order.
+    """UserError on every rank of the group unless all ranks pass the same names, in the same order.
 
-    `problem` is what it says of the ranks if they do not, and what to do.
+    `problem` is the text of the error: what the ranks did, and what to do.
 
-    A collective of two numbers on `device`, which the host waits for.
+    It takes one collective of two numbers on `device`, and the host waits for it.
     """
     if group_size(group) == 1:
         return

@@ -45,7 +45,7 @@ def uses(text: str, name: str = "the script") -> list[Use]:
 
 
 class Script:
-    """The text as a tree, and the full names of what it imports."""
+    """The syntax tree of a script, and the full names of its imports."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.nodes = list(ast.walk(tree))

@@ -110,7 +110,7 @@ def revert(model: nn.Module) -> nn.Module:
         if issubclass(type(module), experts.PlannedExperts):
             experts.release_experts(module)
         elif isinstance(module, experts.ExpertsLinear):
-            continue  # its owner drops it
+            continue  # the owner of the plan drops it
         elif isinstance(module, Planned) and module.__dict__.pop(CONVERTED, False):
             module.release()
             forwards.change_class(module, original_class(type(module)))

@@ -115,7 +115,7 @@ def bypassed_children(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def _code_of(member: object) -> Iterator[CodeType]:
-    """The code of a function, and of what is defined in it."""
+    """The code of a function, and of functions inside of it."""
     code = getattr(inspect.unwrap(member) if callable(member) else member, "__code__", member)
     if isinstance(code, CodeType):
         yield code

@@ -58,7 +58,7 @@ class Node(NamedTuple):
 
 
 def _stages(x: Tensor) -> Stages:
-    """The stages of what a compiler opens."""
+    """The stages of a format that a compiler opens."""
     return TRACED if x.device.type == "cpu" else PLAIN
 
 
@@ -80,7 +80,7 @@ def _decode(parts: list[Tensor], name: str, dtype: torch.dtype) -> Tensor:
 
 
 def _factors(parts: list[Tensor], name: str) -> list[Tensor]:
-    """The values, then the epilogue scale if there is one."""
+    """The values, then the epilogue scale if the format has one."""
     fmt = get(name)
     result = fmt.factors(_named(fmt, parts), _stages(parts[0]))
     return [result.values] if result.epilogue_scale is None else [result.values, result.epilogue_scale]

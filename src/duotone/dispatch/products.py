@@ -1,4 +1,4 @@
-"""Products of decoded operands: torch's GEMMs in bf16 and fp32, what follows them, and the rules for them.
+"""Products of decoded operands: torch's GEMMs in bf16 and fp32, their epilogues and their rules.
 
 An emulated rule is exact except for the order of the fp32 sum, unless the rule says something else.
 """

@@ -160,7 +160,7 @@ class GemmRule:
         out_dtype: torch.dtype,
         biases: Sequence[Tensor | None],
     ) -> Tensor:
-        """Rows (M, K) of all segments, each by its own (N, K), plus its own bias (N,) -> (M, N) in `out_dtype`.
+        """Multiply the rows of each segment of (M, K) by its (N, K) and add its bias (N,) -> (M, N) in `out_dtype`.
 
         This method and those below need a problem that the rule does not refuse (`refuse_segments`).
         """

@@ -74,10 +74,10 @@ def async_save(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> "Future[Any]":
-    """`save` in the background: training may go on as soon as it returns. Wait for the future before the next one.
+    """`save` in the background: training may continue when it returns. Wait for the future before the next save.
 
-    `group` communicates on CPUs beside the training, so nothing else may use it: `dist.new_group(backend="gloo")`. One
-    process needs none.
+    `group` communicates on CPUs during the training, so no other code may use it: `dist.new_group(backend="gloo")`. One
+    process needs no group.
     """
     if group is None and _world(group) > 1:
         raise UserError('async_save communicates beside training; give it group=dist.new_group(backend="gloo")')
@@ -232,7 +232,7 @@ def _require_alike(
 
 
 def _delayed(tensors: Mapping[str, Tensor], prefix: str, *, together: bool) -> dict[str, Tensor]:
-    """The delayed states of this rank or, for another number of ranks, those that suit all of what they met."""
+    """The delayed states of this rank. For another number of ranks: the largest amaxes, the smallest scales."""
     states = _below(tensors, f"{prefix}delayed.")
     if not together:
         return states

@@ -46,7 +46,7 @@ class Entry:
 
     @torch.no_grad()
     def write(self, loaded: Tensor) -> None:
-        """Copy what a load filled into `live`."""
+        """Copy loaded values into `live`."""
         self.live.copy_(shard_of(loaded) if self.cut is not None else loaded)
 
     def _whole(self, x: Tensor) -> Tensor:

@@ -121,11 +121,11 @@ class ScaleRule:
         raise NotImplementedError
 
     def codes_scale(self, parts: Parts, grid: tuple[int, int]) -> Tensor | None:
-        """fp32, what multiplies codes before a product. None if nothing does."""
+        """fp32 factor of the codes before a product. None without a factor."""
         return self.factor(parts, grid)
 
     def epilogue_scale(self, parts: Parts) -> Tensor | None:
-        """fp32, what multiplies a product after it. None if nothing does."""
+        """fp32 factor of the result of a product. None without a factor."""
         return None
 
     def epilogue(self, block: Block) -> Epilogue:

@@ -134,14 +134,14 @@ register_quantizer(METHOD)(DuotoneQuantizer)
 
 
 class DuotoneCallback(TrainerCallback):
-    """For Trainer: converts its model, follows a schedule, and resumes with the bits of a run that went on.
+    """For Trainer: converts its model, follows a schedule, and resumes with the same bits as an uninterrupted run.
 
-    - `recipe` and `rules` are those of `duotone.convert`; None leaves the model as it is, converted before.
+    - `recipe` and `rules` are those of `duotone.convert`. Without a recipe the model must be converted already.
     - `schedule` gives each optimizer step its recipe, and an evaluation that of the step before. Fractions count from
       Trainer's number of steps. After training the model follows the last recipe.
     - Seeds and delayed scales are in `trainer_state.json` of each checkpoint, and `train(resume_from_checkpoint=...)`
       restores them. Planes of quantized parameters are in a file beside it, which is found under `output_dir`.
-    - `report` is a text file for the end of training: the recipe, the steps, and what ran in each GEMM and why.
+    - `report` is a text file, written at the end of training: the recipe, the steps, and the plan of each GEMM.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ LEAST_PROGRAMS = 1024
 
 @triton.jit
 def nan_to_zero(value):
-    """`value`, and 0 for NaN: tl.max drops NaN unless there is nothing else."""
+    """`value`, or 0 for NaN: tl.max ignores NaN only if another value is present."""
     return tl.where(value == value, value, 0.0)
 
 

@@ -78,7 +78,7 @@ def sight(spans, mask, step, rows, b, T_OUTER, T, BN: tl.constexpr, CAUSAL: tl.c
 
 @triton.jit
 def seen_by(mask, sees, tokens):
-    """Bool (rows, tokens): a row sees tokens in [low, high). With a mask, bool as bytes, only those that it marks."""
+    """Bool (rows, tokens): a row sees tokens in [low, high). A mask (bool as bytes) hides the tokens where it is 0."""
     low, high, rows, of_row, of_token = sees
     seen = (tokens[None, :] >= low[:, None]) & (tokens[None, :] < high[:, None])
     if mask is not None:

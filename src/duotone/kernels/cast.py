@@ -252,7 +252,7 @@ class Cast:
     def _prepare(
         self, m: int, k: int, record: bool, what: tuple[int, int], flagged: bool = False
     ) -> tuple[Launch, int, Buffers | None, Buffers | None]:
-        """The launch for a matrix of this shape, its programs, and what it writes."""
+        """The launch for a matrix of this shape, its number of programs, and the buffers of both planes."""
         tm, tk, _ = tile = self._tile_for(what[0])
         launch = self._bound(not (m % tm or k % tk), record, what, tile, flagged)
         wide = k // 2 if what[0] == GATED_SLOPE.value else k
@@ -294,9 +294,9 @@ def _lie_as(parts: MaybeParts, buffers: Buffers | None) -> bool:
 
 
 def of_shards(shard: Shard, sources: tuple[int, int], amaxes: Scales, shape: Sequence[int]) -> Scales:
-    """The amaxes of both planes of x (M, K), of all shards: one each, or the bits of those of all lines.
+    """The amaxes of both planes of x (M, K) over all shards. A plane has one amax, or the bits of one for each line.
 
-    One collective agrees on both. Amaxes of lines that no shard cuts stay as they are.
+    The ranks agree on both planes in one collective. Amaxes of lines that no shard cuts do not change.
     """
     parts: dict[int, Tensor] = {}
     for plane, (source, amax) in enumerate(zip(sources, amaxes, strict=True)):

@@ -206,11 +206,11 @@ def columns_kernel(
     FAST: tl.constexpr, SCALES: tl.constexpr, SQUARE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PATCH: tl.constexpr, ALIGNED: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """a (M, W) times the transpose of b (N, W) over the columns of each segment -> (E, M, N); scales NEXT apart, or of
-    as many chunks as a segment has.
+    """a (M, W) times the transpose of b (N, W) over the columns of each segment -> (E, M, N).
 
-    Where ALIGNED, each result lies as many elements behind the first one's as `places` says, multiples of it; where
-    ADDS, it is added to what is there.
+    Scales of neighbouring segments are NEXT elements apart, or as many as a segment has chunks.
+    If ALIGNED is not 0, each result begins `places` elements after the first one, a multiple of ALIGNED. With ADDS,
+    the kernel adds to the old values.
     """
     down, across = tl.cdiv(M, BM), tl.cdiv(N, BN)
     for p in tl.range(tl.program_id(0), E * down * across, PROGRAMS):

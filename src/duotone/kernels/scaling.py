@@ -1,4 +1,4 @@
-"""Scales inside of kernels: from amaxes to what is multiplied and what is stored, as `formats.elements` says."""
+"""Scales inside of kernels: factors and stored scales from amaxes, by the rules of `formats.elements`."""
 
 import triton
 import triton.language as tl

@@ -37,7 +37,7 @@ def planned(config: TrainConfig, recipe: Recipe, device: str | None = None) -> P
     return duotone.plan(duotone.convert(model, recipe), recipe, device=device or config.device)
 
 
-def compare(  # noqa: PLR0913 (what is compared, and what a tool may put in its place)
+def compare(  # noqa: PLR0913 (the subject of the comparison, and options of tools)
     config: TrainConfig,
     runs: Sequence[Run],
     corpus: Corpus,

@@ -90,7 +90,7 @@ def read(path: Path) -> dict[str, Any]:
     wrong = wrong or meta.unlike(SETTINGS, evidence.get("settings"), "settings")
     wrong = wrong or meta.unlike([], evidence.get("effects"), "effects")
     effects = [] if wrong else evidence["effects"]
-    for effect in (effect for effect in effects if isinstance(effect, dict)):  # JSON has null for what is infinite
+    for effect in (effect for effect in effects if isinstance(effect, dict)):  # JSON has null for infinite numbers
         effect.update({key: math.inf for key, value in effect.items() if value is None})
     wrong = wrong or next(filter(None, (meta.unlike(EFFECT, effect, "an effect") for effect in effects)), "")
     if wrong:

@@ -34,7 +34,7 @@ def _with_finite_numbers(value: object) -> object:
 
 
 def read_json(path: Path, absent: str, damaged: str) -> object:
-    """The value in a file of JSON. UserError with `absent` or `damaged` as its remedy where there is none."""
+    """The value in a JSON file. UserError with the remedy `absent` or `damaged` if the file has none."""
     try:
         return json.loads(path.read_bytes())
     except OSError as error:

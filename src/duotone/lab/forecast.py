@@ -35,7 +35,7 @@ class Parallel:
 
     @staticmethod
     def parse(text: str) -> "Parallel":
-        """From "fsdp=2,tp=2"; UserError if it is something else."""
+        """Parse a text like "fsdp=2,tp=2". UserError if it has another form."""
         parts = [re.fullmatch(r"(fsdp|tp|ep)=([1-9][0-9]{0,5})", part.strip()) for part in text.split(",")]
         names = [part[1] for part in parts if part is not None]
         if len(names) != len(parts) or len(set(names)) != len(names):
@@ -62,7 +62,7 @@ FP32, BF16 = 4, 2
 
 @dataclass
 class Forecast:
-    """Bytes of one rank: what it keeps between steps, and what `observe.wire.Wire` counts in a step."""
+    """Bytes of one rank: the state between steps, and the traffic of a step as `observe.wire.Wire` counts it."""
 
     parallel: Parallel
     state: float = 0.0

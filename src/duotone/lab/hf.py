@@ -64,7 +64,7 @@ class HuggingFace:
         return f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}, {weights}"
 
     def digest(self, preset: Preset) -> str:
-        """A digest of the config, as far as it decides what the model computes besides its name and the preset."""
+        """A digest of all fields of the config that change the results."""
         entries = self.config(preset).to_dict().items()
         decisive = {key: value for key, value in entries if key not in ("transformers_version", "dtype")}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()
@@ -138,7 +138,7 @@ class HuggingFace:
 
 
 def _next_byte(model: nn.Module) -> nn.Module:
-    """The model in training, whose forward gives the loss."""
+    """The model in training. Its forward returns the loss."""
     kind = type(model)
     model.__class__ = type(kind.__name__, (NextByte, kind), {"__module__": kind.__module__})
     return model.train()

@@ -44,7 +44,7 @@ class Progress:
         """A run called `name` starts to train `model`, after `completed` of its `steps`."""
 
     def note(self, text: str) -> None:
-        """Something worth a line: what the run does now, or what went wrong without ending it."""
+        """A message of one line: what the run does now, or a problem that did not end it."""
 
     def step(self, number: int, loss: float) -> None:
         """A step has ended with this training loss."""
@@ -91,7 +91,7 @@ class Run:
 
     @property
     def step_ms(self) -> float | None:
-        """The median over steps that were neither among the first nor observed."""
+        """The median over all steps except the first ones and the observed ones."""
         return 1e3 * statistics.median(self.step_seconds) if self.step_seconds else None
 
     def is_over(self, steps: int) -> bool:
@@ -197,7 +197,7 @@ def _steps(
         except Exception:
             if not should_stop():
                 raise
-            # A C++ compiler dies of the same Ctrl-C: the step is given up, and nothing is saved of it.
+            # The same Ctrl-C also ends a C++ compiler. The step is dropped, and nothing of it is saved.
             run.stopped = run.abandoned = True
             break
         if number > first + UNTIMED and number not in sampled and number != measured:
@@ -298,5 +298,5 @@ def _save(trainer: Trainer, run: Run, saving: Saving | None, progress: Progress)
 
 
 def _point(step: int, loss: float) -> Loss:
-    """A list, as JSON gives it back."""
+    """A list, which is also what JSON returns."""
     return cast(Loss, [step, loss if math.isfinite(loss) else None])

@@ -12,7 +12,7 @@ from duotone.observe.storages import LiveStorages, sizes, total_bytes
 
 @dataclass
 class StepMemory:
-    """Bytes of one step: the high-water mark, the parameters, and what else forward saved for backward."""
+    """Bytes of one step: the peak, the parameters, and other tensors that forward saved for backward."""
 
     peak_bytes: int = 0
     weight_bytes: int = 0

@@ -17,7 +17,7 @@ HF = "hf:"
 
 @dataclass(frozen=True)
 class Lab:
-    """A model of this package, made of a ModelConfig; the methods are those of `HuggingFace`."""
+    """A model of this package, from a ModelConfig. It has the methods of `HuggingFace`."""
 
     kind: type[model.GPT]
     mlp: str = "SwiGLU"

@@ -13,7 +13,7 @@ Losses = Sequence[Loss]
 
 
 class GemmEntry(TypedDict):
-    """One GEMM of one module, as `duotone.plan` tells it."""
+    """One GEMM of one module: a row of `duotone.plan`."""
 
     module: str
     gemm: str | None
@@ -92,7 +92,7 @@ class EventEntry(TypedDict):
 
 
 class ProductEntry(TypedDict):
-    """The error of one GEMM, as a share of its exact result, and what it would be if operands erred independently."""
+    """The relative error of one GEMM, and the error that independent errors of its operands would cause."""
 
     module: str
     gemm: str

@@ -91,7 +91,7 @@ class Trainer:
 
     @torch.no_grad()
     def look_again(self, recipe: Recipe) -> None:
-        """Run the forward of the newest step once more, to see what its operands were."""
+        """Run the forward of the newest step again, to record its operands."""
         with duotone.autocast(recipe=recipe):
             self.loss(self.completed - 1)
 

@@ -1,4 +1,4 @@
-"""The plan of one operand of a linear: its formats, where its planes come from, and what backward gets of it.
+"""The plan of one operand of a linear: its formats, the source of its planes, and its form in backward.
 
 `backward_override` of a recipe and options of a module choose a `BackwardOperand` when the plan is built.
 """

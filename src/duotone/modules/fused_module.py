@@ -58,7 +58,7 @@ class FusedModule(RunsOps, ModuleGroup):
 
 
 def _call_each(modules: Iterable[nn.Module], method: str, *arguments: object) -> None:
-    """Call a method on each module that has it."""
+    """Call this method of every child that has it."""
     for module in modules:
         if hasattr(module, method):
             getattr(module, method)(*arguments)

@@ -227,7 +227,7 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
         self.fc2.grad_input_quantizer_role = QuantizerRole("linear", "grad_output", fc1)
 
     def reset_parameters(self) -> None:
-        """Fill all parameters anew, materialising those on meta."""
+        """Initialize all parameters again. Parameters on meta are materialized."""
         materialise(self)
         self._norm.reset()
         super().reset_parameters()

@@ -37,7 +37,7 @@ class Alarm:
 
 @dataclass
 class Alarms:
-    """Compares sampled steps with those before them."""
+    """Compares each sampled step with earlier sampled steps."""
 
     _active: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """The places of each kind that are in trouble, as far as they were last measured."""

@@ -41,7 +41,7 @@ def load_candidates(taker: str, names: Sequence[RecipeLike]) -> list[Recipe]:
 
 
 def formats_of(recipe: Recipe, gemm: Gemm, site: Site = ANYWHERE) -> Formats:
-    """The formats that a recipe gives the operands of a GEMM."""
+    """The formats of the operands of a GEMM under a recipe."""
     module, kind = gemm
     names = []
     for tensor_type, direction in PLANES_OF_GEMM[kind]:
@@ -52,7 +52,7 @@ def formats_of(recipe: Recipe, gemm: Gemm, site: Site = ANYWHERE) -> Formats:
 
 @cache
 def recipe_of(formats: Formats, kind: str) -> str:
-    """The name of the uniform recipe that gives the operands of "fprop", "dgrad" or "wgrad" these formats, else ""."""
+    """The uniform recipe that has these formats in "fprop", "dgrad" or "wgrad". "" if no recipe has them."""
     return next((name for name in UNIFORM if formats_of(recipes.load(name), ("", kind)) == formats), "")
 
 

@@ -15,13 +15,13 @@ NEIGHBOURS = 32
 
 
 class Sampler:
-    """What a tapped recipe gives each operand to. See `with_statistics` and `sampled_step`."""
+    """A tapped recipe passes each operand to it. See `with_statistics` and `sampled_step`."""
 
     def take(self, role: QuantizerRole, x: Tensor, planes: Planes, slots: Slots) -> None:
-        """`planes` are what the matrix `x` (M, K) was encoded to, with the delayed scales of `slots`.
+        """`planes` are the encoded matrix `x` (M, K), with the delayed scales of `slots`.
 
-        Called once for each encode, without gradients. It must not change a tensor, and copies what it keeps: operands
-        are freed and overwritten later in the step.
+        Called once for each encode, without gradients. It must not change a tensor, and must copy the values that it
+        needs later: operands are freed and overwritten in the same step.
         """
         raise NotImplementedError
 

@@ -55,7 +55,7 @@ class ProducerStage(Stage):
         raise NotImplementedError
 
     def keep(self, x: Tensor, *operands: Tensor | None) -> Saved:
-        """What backward needs: the input, the operands, and what the kernel saved."""
+        """Saved for backward: the input, the operands, and tensors of the kernel."""
         return (x, *operands) if self.keeps else ()
 
 

@@ -84,7 +84,7 @@ class CastForward(Pair):
 def _encode_again(
     producer: ProducerStage, quantizer: "Quantizer", ctx: "QuantizeContext", x: Tensor, *saved: Tensor
 ) -> Plane:
-    """The columnwise plane of a producer's output, from what the producer saves: its input, operands, and the rest."""
+    """The columnwise plane of a producer's output, computed from the tensors that the producer saves."""
     fused = producer.fused_producer(x, *saved)
     planes = None if fused is None else quantizer.encode_produced(fused, COLUMNWISE, ctx)
     if planes is None:
@@ -143,7 +143,7 @@ def _can_fuse(producer: ProducerStage, operand: OperandPlan) -> bool:
 
 
 def _casts_output(first: Stage, second: Stage) -> bool:
-    """Whether the linear encodes what the producer computes, and saves nothing else of it."""
+    """Whether the linear encodes the producer's output, and saves nothing else of it."""
     if not isinstance(first, ProducerStage) or type(second) is not LinearStage:
         return False
     operand = second.plan.input
@@ -152,7 +152,7 @@ def _casts_output(first: Stage, second: Stage) -> bool:
 
 
 def _fuse_forward(first: Stage, second: Stage) -> Stage | None:
-    """A producer before a linear that encodes its input and saves nothing else of it."""
+    """A producer and the linear that encodes its output and saves nothing else of it."""
     if not _casts_output(first, second):
         return None
     assert isinstance(first, ProducerStage) and isinstance(second, LinearStage)

@@ -1,4 +1,4 @@
-"""Quantize: an op that gives the ops around it quantized tensors."""
+"""Quantize: an op that passes quantized tensors to the ops around it."""
 
 import itertools
 from collections.abc import Sequence
@@ -147,7 +147,7 @@ def _name_stage(recipe: str, forward: Role, backward: Role, columnwise: bool) ->
 
 
 def _quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer | None:
-    """What the recipe gives the role; None for high precision."""
+    """The recipe's quantizer of the role. None for high precision."""
     quantizer = recipe.quantizer(role, ANYWHERE)
     if any(quantizer.delayed):
         raise RecipeError(f"ops.Quantize has no delayed scale for {role}; give that role a format without a history")

@@ -66,7 +66,7 @@ def check_writable(parameter: Tensor) -> None:
     if not isinstance(parameter, QuantizedTensor):
         return
     parameter.require_writable()
-    parameter.update_quantizer(parameter.quantizer)  # refuses one that does not make what is held
+    parameter.update_quantizer(parameter.quantizer)  # refuses a quantizer with other formats
     if any(p is not None and p.format.is_stochastic for p in parameter.planes) and parameter.context.seed is None:
         raise UserError(
             f"{parameter!r} rounds stochastically and has no seed; give its context one: QuantizeContext(seed=)"

@@ -1,4 +1,4 @@
-"""Master weights: which parameters have one, and what it starts from."""
+"""Master weights: which parameters have a master, and its first values."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -78,7 +78,7 @@ class Mark(NamedTuple):
 
     @staticmethod
     def of(parameter: Tensor, *, is_load: bool = False) -> "Mark":
-        """The mark of a parameter as it is now."""
+        """The mark of the present state of a parameter."""
         codes, fmt = shard_of(parameter), None
         version = parameter._version if codes is parameter else parameter._version + codes._version
         if isinstance(codes, QuantizedTensor):

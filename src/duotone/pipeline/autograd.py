@@ -120,7 +120,7 @@ def run_backward(
         dx, single = stages[0].run_backward(gradients[0], saved[:last], needs[FIXED:], outputs[:extra])
         return None, None, dx if needs[2] else None, *single
     if tensors is None and not torch.compiler.is_dynamo_compiling():
-        # Unless the graph is kept, what a stage saved is freed before the next one runs.
+        # Unless the graph is kept, the saved tensors of a stage are freed before the next stage runs.
         ctx.maybe_clear_saved_tensors()
     handed: list[Any] = [gradients[0]]
     of_operands: list[Tensor | None] = []

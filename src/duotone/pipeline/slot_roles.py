@@ -23,7 +23,7 @@ class KnownRoles:
         return {slot: role for one in modes for slot, role in self.roles_of(one).items()}
 
     def roles_of(self, mode: str) -> dict[str, Role]:
-        """The role of every slot of a mode: those of the children."""
+        """The role of every slot of a mode, from the children."""
         children = self.named_children()  # type: ignore[attr-defined]
         parts = [(name, child) for name, child in children if isinstance(child, KnownRoles)]
         return {f"{name}.{slot}": role for name, part in parts for slot, role in part.roles_of(mode).items()}
@@ -124,7 +124,7 @@ def _inner_role(at: int, text: str) -> property:
 
 
 class InnerBoundaryRoles(KnownRoles):
-    """Mixed in before an nn.Module whose boundary slots are those of modules inside of it."""
+    """A mixin for an nn.Module whose boundary slots belong to modules inside of it. It comes before nn.Module."""
 
     output_quantizer_role = _inner_role(0, OF_OUTPUT)
     grad_input_quantizer_role = _inner_role(1, OF_GRADIENT)

@@ -66,7 +66,7 @@ class Stage:
         raise NotImplementedError
 
     def run(self, x: Tensor, operands: Sequence[Any]) -> tuple[Tensor, Sequence[Saved], Sequence[Tensor]]:
-        """Forward over the operands of all basic stages: y, what each of those keeps, the extra outputs."""
+        """Forward over the operands of all basic stages: y, the saved values of each stage, the extra outputs."""
         y, saved, *extra = self.forward(x, *operands)
         return y, (saved,), extra
 

@@ -1,4 +1,4 @@
-"""Planned: what an nn.Module needs to follow plans. It holds the configuration; its `Planner` holds what follows."""
+"""Planned: the base of modules that follow plans. It holds the configuration, and its `Planner` holds the plans."""
 
 import copy
 import itertools

@@ -50,9 +50,9 @@ class Call(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What decides the plan of a traced call, as constants of the trace. Strings, since integers may become symbols.
+    """The plan of a traced call depends on these constants. They are strings, since integers may become symbols.
 
-    `config` and `answers` are names of contents: of the module, and of what its recipe gave its slots.
+    `config` names the configuration of the module. `answers` names the quantizers of its slots.
     """
 
     config: str

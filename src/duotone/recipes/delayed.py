@@ -31,7 +31,7 @@ FP8_FORMATS = ("HYBRID", "E4M3", "E5M2")
 
 
 def fp8_element(fp8_format: str, role: QuantizerRole | None) -> str:
-    """HYBRID is E5M2 for gradients and E4M3 for all else."""
+    """HYBRID is E5M2 for gradients and E4M3 for all other tensors."""
     if fp8_format == "HYBRID":
         return "e5m2" if role is not None and role.tensor_type in GRADIENTS else "e4m3"
     return fp8_format.lower()

@@ -1,4 +1,4 @@
-"""Roles: what a tensor is to the module that consumes it."""
+"""Roles: which tensor of which module asks for a format."""
 
 from dataclasses import dataclass, replace
 

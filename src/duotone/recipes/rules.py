@@ -181,8 +181,8 @@ class Rule:
 class RuleRecipe(Recipe):
     """A recipe of ordered rules. A role that no rule matches gets the quantizer of `base`, or stays in high precision.
 
-    `base` gives quantizers only: options such as strict or evaluation are those of this recipe. `history` are the
-    parameters of delayed formats, None for the default ones.
+    Only quantizers come from `base`. Options such as strict or evaluation are those of this recipe. `history` has the
+    parameters of delayed formats, None for the defaults.
     """
 
     rules: tuple[Rule, ...]
@@ -308,7 +308,7 @@ def _decides(rules: Sequence[Rule], subject: Subject) -> tuple[int, Rule, Quanti
 def _first(
     rules: Sequence[Rule], role: QuantizerRole | None, site: Site, slot: QuantizerRole | None
 ) -> tuple[int, Rule, QuantizerRole] | None:
-    """The first rule that matches the role, or the slot if it names a boundary: its place, itself, what it matches."""
+    """The first rule that matches the role, or the slot of a boundary: its index, the rule, the matched role."""
     for place, rule in enumerate(rules):
         for candidate in (role, slot if rule.tensor_type in BOUNDARIES else None):
             if candidate is not None and rule.matches(candidate, site):

@@ -106,7 +106,7 @@ def scatters(result: Document, styles: Sequence[Style], where: Hardware) -> list
 
 
 def _curve(run: RunEntry, style: Style, train: Losses, heldout: Losses, end: str | None, window: int) -> Curve:
-    """The curve of a run. `end` is what its label says after the name, unless the run diverged; None for nothing."""
+    """The curve of a run. After the name, its label shows `end` if it is not None, or that the run diverged."""
     marks = [point for stretch in pieces(heldout) for point in stretch]
     if end is not None and any(first_broken(run[key]) is not None for key in ("train_loss", "heldout_loss")):
         end = "diverged"

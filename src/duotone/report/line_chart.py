@@ -111,7 +111,7 @@ class LineChart:
         return self.y.position(before[-1]) if before else self.y.end
 
     def labels(self) -> list[Label]:
-        """The legend: name and last value of each curve, at the height of its end or where there is room."""
+        """The legend: name and last value of each curve, at the height of its end or in the nearest free place."""
         ends = [(curve.marks or curve.points, curve) for curve in self.curves]
         lasts = [(self.y.position(points[-1][1]), points[-1][0], curve) for points, curve in ends if points]
         lasts.sort(key=lambda last: last[0])

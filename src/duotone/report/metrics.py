@@ -34,7 +34,7 @@ class Metric:
 
 
 def _largest(values: Iterable[float | None]) -> float | None:
-    """The largest value, NaN if there is one, None if there is none at all."""
+    """The largest value. NaN if a value is NaN, None if the sequence is empty."""
     numbers = (value for value in values if value is not None)
     return max(numbers, key=lambda value: math.inf if math.isnan(value) else value, default=None)
 

@@ -48,7 +48,7 @@ def render(result: Document) -> str:
 
 
 def write_report(result: Document, path: Path) -> None:
-    """Render `result` into the file at `path`. A report already there is replaced whole or left as it was.
+    """Render `result` into the file at `path`. An older report is replaced completely or not at all.
 
     Raises UserError if the file cannot be written.
     """
@@ -114,7 +114,7 @@ def _view(result: Document, detail: Detail) -> dict[str, object]:
 
 
 def _row(run: RunEntry, runs: list[RunEntry], detail: Detail, limits: tuple[float, float]) -> dict[str, object]:
-    """One run with what is derived from it, and what the others do better."""
+    """One run with derived values, and the advantages of the other runs."""
     weak = worst.worst(run, [other for other in runs if other is not run])
     plan = plan_table.observed(run["plan"], run["statistics"])
     groups = plan_table.groups(plan)

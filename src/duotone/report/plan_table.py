@@ -23,7 +23,7 @@ class PlanGroup:
 
 
 def observed(plan: Sequence[GemmEntry], statistics: Sequence[PlaneEntry]) -> list[GemmEntry]:
-    """The plan, each row with what the sampled steps encoded for its operands: what was asked, or something else."""
+    """The plan. The field `ran` of each row tells whether the sampled steps used the planned formats."""
     planes = {(entry["module"], entry["role"], entry["plane"]): entry for entry in statistics}
     rows: list[GemmEntry] = []
     for row in plan:
@@ -40,7 +40,7 @@ def observed(plan: Sequence[GemmEntry], statistics: Sequence[PlaneEntry]) -> lis
 
 
 def kind(row: GemmEntry) -> str:
-    """`high precision` where neither operand is quantized, else `native` or `emulated`."""
+    """`high precision` if neither operand is quantized. Otherwise `native` or `emulated`."""
     if row["a"] in HIGH_PRECISION and row["b"] in HIGH_PRECISION:
         return "high precision"
     return "native" if row["native"] else "emulated"

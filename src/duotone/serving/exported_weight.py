@@ -183,7 +183,7 @@ class Error:
     norm: float = 0.0
 
     def add(self, decoded: Tensor, values: Tensor) -> None:
-        """Count further rows: what was decoded, and the values."""
+        """Count further rows: decoded values and original values."""
         values = values.float()
         self.lost = math.hypot(self.lost, torch.linalg.vector_norm(decoded - values).item())
         self.norm = math.hypot(self.norm, torch.linalg.vector_norm(values).item())

@@ -76,7 +76,7 @@ class ExportOptions:
 
 
 def write_export(model: nn.Module, path: Path, options: ExportOptions, names: StoredNames = own_name) -> ExportReport:
-    """`export`, in the layout that `names` gives."""
+    """`export`, in the layout of `names`."""
     require_model("export", model)
     refuse_model(model)
     scheme = scheme_of_recipe(model) if options.scheme is None else get_scheme(options.scheme)

@@ -174,7 +174,7 @@ class DelayedState(nn.Module):
 
     @torch.no_grad()
     def forget_live(self) -> None:
-        """Drop what a failed step recorded."""
+        """Drop the amaxes of a failed step."""
         self.amax_history[0].zero_()
 
     @torch.no_grad()

@@ -61,7 +61,7 @@ class Record:
         return self.positions.get(key, 0) < len(self.values.get(key, ()))
 
     def take(self, key: Hashable, advances: bool = True) -> Any:
-        """The next value. Raises UserError if the recompute draws what its forward did not."""
+        """The next value. UserError if the recompute draws more values than its forward."""
         if not self.holds(key):
             raise UserError(
                 "a recompute inside a backward draws more than its forward did; let the checkpointed function do the "

@@ -86,7 +86,7 @@ class Pending:
 
     @never_compiled
     def end_of_backward(self) -> None:
-        """Roll what this thread recorded, and what threads recorded whose backward runs elsewhere."""
+        """Roll the amaxes of this thread, and of the threads whose backward runs in this one."""
         self.end = None
         finished = self.take()
         with LOCK:

@@ -1,8 +1,8 @@
-"""The regions that a thread starts from: those that were open when it was started.
+"""A new thread starts in the regions that were open in its creator.
 
-Python does not tell who started a thread. So each entry and exit of a region notes the threads that are alive.
-This tells for each thread which regions were open at its start. Its creator is taken to be the main thread or a thread
-with an open region. If all of these had the same regions, the thread starts from them; else it has to enter a region.
+Python does not show which thread created another. So each entry and exit of a region records the threads that are
+alive, and the regions that were open when a thread started. The creator may be the main thread or a thread with an open
+region. If all of these had the same regions, the new thread starts in them. Otherwise it must enter a region.
 """
 
 import asyncio

@@ -58,7 +58,7 @@ def set_thread_object(key: str, value: object) -> None:
 
 
 def never_compiled(function: F) -> F:
-    """Let a function, and all that it calls, run as it is, also where the engine calls it within compiled code."""
+    """Never compile this function or its callees, also if autograd calls it within compiled code."""
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function
 

@@ -115,7 +115,7 @@ class QuantizeContext:
         return self._but(self.slots, seed)
 
     def without_slots(self) -> "QuantizeContext":
-        """The context of a copy, whose writes record nothing in the history of what it copies."""
+        """The context of a copy. Writes to the copy record nothing in the history of the original."""
         return self if self.slots == (None, None) else self._but((None, None), self.seed)
 
     def fixed(self) -> "QuantizeContext":

@@ -142,7 +142,7 @@ def cuts_of(holder: "DTensor") -> list[tuple[int, int]]:
 
 
 def _sharded(holder: "DTensor", shard: "ShardHooks") -> ShardContext | None:
-    """`shard_context` of what FSDP2 sharded."""
+    """`shard_context` of a parameter that FSDP2 sharded."""
     if holder.dim() != 2:
         raise UserError("FSDP2 gathers no packed weight of experts that is quantized; keep a weight for each expert")
     cuts = cuts_of(holder)

@@ -194,7 +194,7 @@ class PlaneTensor(Tensor):
         return self._values_now().data_ptr() if is_entry(self) else self._refuse()
 
     def _refuse(self, *_: object, **_options: object) -> NoReturn:
-        """UserError in place of what torch computes at an address that is not there."""
+        """UserError: a quantized tensor has no address at which torch could read values."""
         raise UserError(
             "a quantized tensor is planes, and has no address of values; use dequantize(), or save state_dict()"
         )
@@ -241,7 +241,7 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
 
 
 def plain(value: T) -> T | Tensor:
-    """A quantized tensor's values. Anything else is returned as it is."""
+    """The values of a quantized tensor. All other arguments are returned unchanged."""
     return value.values(value.dtype) if isinstance(value, PlaneTensor) else value
 
 
