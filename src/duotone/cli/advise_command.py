@@ -34,9 +34,9 @@ def advise(
     as_json: bool,
     **typed: options.Typed,
 ) -> None:
-    """Tell which formats suit each GEMM of a model: what they lose, hold and how fast they are.
+    """Show which formats suit each GEMM of a model: their errors, bytes and speeds.
 
-    One step of the untrained model, or of the weights in the folder of hf:PATH. For a model in training, call
+    It runs one step of the untrained model, or of the weights in the folder of hf:PATH. For a model in training, call
     duotone.observe.advise in its script.
     """
     import torch

@@ -46,17 +46,17 @@ def compare(  # noqa: PLR0913 (one argument for each option)
     parallel: str | None,
     **typed: options.Typed,
 ) -> None:
-    """Train the same small language model under each recipe and report what happened.
+    """Train the same small language model under each recipe, and write a report.
 
-    The same seed is the same weights, batches and rounding for each recipe: gaps to bf16 are paired by seed. Recipes
-    are ranked where two seeds or more tell them apart. With one seed, a second bf16 run from weights perturbed by 1e-6
-    shows the least that a gap must exceed.
+    Under one seed all recipes have the same weights, batches and random numbers, so gaps to bf16 are paired by seed.
+    Recipes are ranked if there are two seeds or more. With one seed, a second bf16 run from weights perturbed by 1e-6
+    shows how large a gap can be by chance.
 
     Ctrl-C, SIGTERM and SIGHUP write a partial report. --resume continues each run from its newest checkpoint, bit for
-    bit on a CPU. The exit code is 1 where a run failed, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM and 129
+    bit on a CPU. The exit code is 1 if a run failed, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM and 129
     after SIGHUP.
 
-    With --parallel, run it under torchrun: without statistics of planes, with memory and bytes of each rank.
+    With --parallel, run it under torchrun. The report then has memory and bytes of each rank, but no errors of planes.
     """
     from duotone.cli import run_display, runs, summary
     from duotone.lab import comparison, files

@@ -23,7 +23,7 @@ def formats() -> None:
 @click.command()
 @click.argument("name", required=False)
 def recipes(name: str | None) -> None:
-    """List the recipes and schedules, or print one as the JSON that a file of it may hold."""
+    """List the recipes and schedules, or print one as JSON for a file."""
     from duotone import recipes as library
     from duotone.cli.table import print_table
 

@@ -18,10 +18,10 @@ from duotone.errors import UserError
 def report(
     context: click.Context, folder: str, other: str | None, size: tuple[int, int] | None, out: str | None, force: bool
 ) -> None:
-    """Make the page of the result in DIR anew, or compare it with that in DIR2.
+    """Write the page of the result in DIR again, or a page that compares it with the result in DIR2.
 
-    Two results must be of one model and text. Runs of DIR2 have its name behind theirs, and all are judged against the
-    reference of DIR, or its first run, at the last step and under the seeds that all have.
+    Both results must have the same model and text. The names of runs of DIR2 end in the name of that folder. All runs
+    are compared with the reference of DIR, or its first run, at the last common step and under the common seeds.
     """
     from duotone.cli import summary
     from duotone.lab import continuation
