@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import duotone
 from duotone.attention import DotProductAttention, masks
 from duotone.errors import UserError
 
@@ -286,7 +287,7 @@ def test_a_wrong_argument_is_one_line(options, message) -> None:
 
 
 HALF = torch.randn(2, 7, 4, 8).bfloat16()
-MASK = torch.zeros(2, 7, dtype=torch.bool)
+MASK, PAIRS = torch.zeros(2, 7, dtype=torch.bool), torch.zeros(7, 7, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
@@ -298,6 +299,12 @@ MASK = torch.zeros(2, 7, dtype=torch.bool)
         ({"query": heads()[:1]}, {}, "got (1, 7, 4, 8)"),
         ({"query": heads()[0]}, {}, "got (7, 4, 8)"),
         ({"query": HALF}, {}, "in torch.bfloat16"),
+        ({"key": heads().to("meta")}, {}, "in torch.float32 on meta"),
+        ({}, {"attn_mask_type": "padding", "attention_mask": MASK.to("meta")}, "on cpu as the heads; got meta"),
+        ({}, {"attn_mask_type": "padding", "cu_seqlens_q": torch.arange(3, device="meta")}, "as the heads; got meta"),
+        ({}, {"attn_mask_type": "arbitrary", "attention_mask": PAIRS.to("meta")}, "on cpu as the heads; got meta"),
+        ({}, {"attn_mask_type": "padding", "attention_mask": [MASK]}, "or a pair of queries and keys"),
+        ({}, {"attn_mask_type": "padding", "attention_mask": (MASK,) * 3}, "got cpu, cpu, cpu"),
         ({}, {"attention_mask": MASK}, "leave it out"),
         ({}, {"attn_mask_type": "padding"}, "need cu_seqlens"),
         ({}, {"attn_mask_type": "padding", "attention_mask": MASK.int()}, "bool (2, 7)"),
@@ -315,10 +322,11 @@ MASK = torch.zeros(2, 7, dtype=torch.bool)
         ),
     ],
 )
-def test_a_wrong_call_is_one_line(changed, options, message) -> None:
+@pytest.mark.parametrize("recipe", [None, duotone.Float8CurrentScaling(fp8_dpa=True)])
+def test_a_wrong_call_is_one_line(recipe, changed, options, message) -> None:
     inputs = {"query": heads(), "key": heads(), "value": heads(), **changed}
     with pytest.raises(UserError) as error:
-        module(name="a.core")(*inputs.values(), **options)
+        module(name="a.core", recipe=recipe)(*inputs.values(), **options)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 

@@ -208,17 +208,17 @@ class DotProductAttention(BoundaryRoles, FollowsRecipes):
         widths = (self.channels[0], *self.channels)
         ends = list(zip(heads, widths, strict=True))
         fit = all(x.dim() == axes and tuple(x.shape[-2:]) == end for x, end in zip(inputs, ends, strict=True))
-        fit = fit and key.shape[:-2] == value.shape[:-2]
+        fit = fit and key.shape[:-2] == value.shape[:-2] and query.device == key.device == value.device
         if fit and axes == 4:
             batch = 1 - token_axis(layout)
             fit = query.shape[batch] == key.shape[batch]
         same = len({x.dtype for x in inputs}) == 1 or torch.is_autocast_enabled(query.device.type)
         if not (fit and same and query.is_floating_point()):
             allowed = ", ".join(f"(..., {count}, {width})" for count, width in ends)
-            got = ", ".join(f"{tuple(x.shape)} in {x.dtype}" for x in inputs)
+            got = ", ".join(f"{tuple(x.shape)} in {x.dtype} on {x.device}" for x in inputs)
             raise UserError(
-                f"{title(self)} takes query, key and value as {layout} {allowed} of one batch and floating dtype, "
-                f"keys and values alike; got {got}: reshape or cast them"
+                f"{title(self)} takes query, key and value as {layout} {allowed} of one batch and floating dtype on "
+                f"one device, keys and values alike; got {got}: reshape, cast or move them"
             )
 
     def heads_of(self, query: Tensor) -> tuple[int, int]:

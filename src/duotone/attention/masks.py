@@ -153,6 +153,7 @@ class Masking:
         """
         kind, count = self.kind, 1 if self.ranks is None else self.ranks.size
         tokens = query.shape[2] * count, key.shape[2] * count
+        masks = _pair(mask, cu_seqlens, query.device)
         if mask is not None and (self.is_packed or not (kind.arbitrary or kind.padding)):
             raise UserError(
                 "attention_mask is for unpacked sequences and types of padding or 'arbitrary'; leave it out"
@@ -164,7 +165,6 @@ class Masking:
         if kind.arbitrary and self.is_packed:
             raise UserError("attn_mask_type 'arbitrary' takes no packed sequences ('thd'); use 'sbhd' or 'bshd'")
         if kind.padding and not self.is_packed and mask is not None:
-            masks = mask if isinstance(mask, tuple) else (mask, mask)
             sides = zip(tokens, masks, cu_seqlens, (-1, -2), strict=True)  # padding of queries sees no padding of keys
             first, second = (self._padded(query.shape[0], *side) for side in sides)
             if self.ranks is not None:
@@ -203,6 +203,18 @@ class Masking:
         if self.is_packed:
             return packed(_checked(cu_seqlens, tokens), tokens, self.kind.from_end)
         return padded(_real_lengths(batch, tokens, cu_seqlens), self.kind.from_end)
+
+
+def _pair(mask: Masks, cu_seqlens: tuple[Lengths, Lengths], device: torch.device) -> tuple[Tensor | None, ...]:
+    """The masks of queries and of keys. UserError unless they and lengths are tensors on the device of the heads."""
+    masks = mask if isinstance(mask, tuple) else (mask, mask)
+    places = [getattr(x, "device", type(x).__name__) for x in (*masks, *cu_seqlens) if x is not None]
+    if len(masks) != 2 or any(place != device for place in places):
+        raise UserError(
+            f"attention_mask, or a pair of queries and keys, and cu_seqlens are tensors on {device} as the heads; got "
+            f"{', '.join(map(str, places))}: move them"
+        )
+    return masks
 
 
 def _real_lengths(batch: int, tokens: int, cu_seqlens: Lengths) -> Tensor:
