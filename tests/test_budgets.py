@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40485
+LIBRARY_LINES = 40499
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -30,7 +30,7 @@ BUDGETS = {
     "cli": (1547, 2, 0),
     "comm": (202, 1, 1),
     "compat": (2535, 7, 0),
-    "conversion": (2743, 5, 0),
+    "conversion": (2745, 5, 0),
     "dispatch": (3602, 1, 0),
     "distributed": (475, 3, 0),
     "formats": (1517, 0, 0),
@@ -44,7 +44,7 @@ BUDGETS = {
     "optim": (893, 3, 0),
     "package": (354, 1, 0),
     "pipeline": (1672, 15, 0),
-    "planned": (3560, 16, 1),
+    "planned": (3572, 16, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1457, 0, 0),

@@ -452,6 +452,24 @@ def ddp_leaves_scales_and_seeds_to_each_rank(folder: Path) -> None:
 
 
 @check
+def ddp_leaves_scales_and_seeds_to_each_rank_of_what_is_converted_in_it(folder: Path) -> None:
+    """Its constructor saw no module that follows a recipe. `extra` is a buffer that it still broadcasts."""
+    for recipe, inside in itertools.product(("fp8-delayed", "nvfp4"), (True, False)):
+        plain = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE))
+        plain.register_buffer("extra", torch.zeros(1))
+        wrapper = nn.parallel.DistributedDataParallel(plain)
+        duotone.convert(plain[0] if inside else wrapper, recipe, rules=())
+        alone = copy.deepcopy(plain)
+        plain.extra.fill_(dist.get_rank())
+        x = data()[0].float() * 100.0 ** dist.get_rank()
+        for _ in range(3):
+            for m in (wrapper, alone):
+                m(x).square().mean().backward()
+        for name, want in alone.named_buffers():
+            same(plain.get_buffer(name), want, f"{recipe}: {name}")
+
+
+@check
 def ddp_gives_all_ranks_the_planes_of_the_first(folder: Path) -> None:
     """Also where each rank begins with other values: they broadcast values, and encode them alike."""
     for name in ("mxfp8", "fp8-current", "fp8-block", "fp8-delayed", "nvfp4"):

@@ -20,6 +20,7 @@ from duotone.conversion.targets import CONVERTED, original_class, parametrized_s
 from duotone.errors import UserError
 from duotone.planned.delayed_checkpoint import state_names
 from duotone.planned.planned import Planned
+from duotone.planned.same_recipes import leave_to_ranks
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 from duotone.recipes.schedule import Phase, Schedule
@@ -70,6 +71,7 @@ def convert(
     add_cores(model)
     _tell_the_rest(model, recipe, [target.name for target, _ in planned])
     close_fast_paths(model)
+    leave_to_ranks(model)
     _save_pretrained_weights_alone(model)
     return fusing.fuse(model) if fuse else model
 

@@ -1,5 +1,6 @@
 """Ranks that follow the same recipes. They are compared on request, and when DistributedDataParallel takes a model."""
 
+import gc
 import warnings
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -44,6 +45,17 @@ class NotBroadcast(set[str]):
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or not {*STATES, BUFFER}.isdisjoint(str(name).split("."))
+
+
+def leave_to_ranks(model: nn.Module) -> None:
+    """Let each DistributedDataParallel that took a part of the model before it followed recipes leave these out too.
+
+    A part does not know its wrapper, so all objects of the process are looked at.
+    """
+    parts, wrapper_class = set(model.modules()), nn.parallel.DistributedDataParallel
+    for each in gc.get_objects() if dist.is_initialized() else ():
+        if issubclass(type(each), wrapper_class) and not parts.isdisjoint(each.modules()):
+            each.parameters_to_ignore = NotBroadcast(each.parameters_to_ignore)
 
 
 class WrappedModels:
