@@ -75,6 +75,21 @@ def test_nan_in_a_head_stays_there_unless_heads_share_a_scale() -> None:
             assert torch.equal(out[others], clean[others])
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "heads_reached"),
+    [
+        *[(name, torch.nan, 1) for name in ("fp8_e4m3_tensor", "fp8_e4m3_delayed", "fp8_e4m3_row", "mxfp8_e4m3")],
+        *[(name, torch.inf, 1) for name in ("fp8_e4m3_delayed", "fp8_e4m3_row", "mxfp8_e4m3")],
+        *[("fp8_e4m3_tensor", torch.inf, 4), ("nvfp4", torch.nan, 4), ("nvfp4", torch.inf, 4)],
+    ],
+)
+def test_docs_say_which_heads_a_value_that_is_not_finite_reaches(name, value, heads_reached) -> None:
+    x = heads(10)
+    x[0][0, 5, 1, 3] = value
+    out = core(RuleRecipe(rules=(Rule(module_type="dpa", format=name),)))(*x).unflatten(-1, (4, 16))
+    assert (~out.isfinite()).any(-1).any(1).any(0).sum() == heads_reached
+
+
 def test_a_sink_does_not_flush_the_probabilities_of_other_tokens() -> None:
     """Blocks go from the last keys to the first. The other way round, e^-14 would be below E4M3's 2^-17."""
     q, k, v = (torch.zeros(1, 256, 1, 16) for _ in range(3))
