@@ -162,6 +162,7 @@ def test_what_has_no_counterpart_is_one_line_that_names_it(te, name: str) -> Non
 
 USER_BUFFERS = {
     "ub_bulk_wgrad": lambda te: te.LayerNormMLP(32, 64, ub_bulk_wgrad=True, ub_name="mlp"),
+    "ub_overlap_rs": lambda te: te.Linear(32, 16, ub_overlap_rs=1, ub_overlap_ag=False, ub_bulk_dgrad=None),
     "ub_tp_comm_overlap": lambda te: te.TransformerLayer(32, 64, 4, ub_tp_comm_overlap=True),
     "initialize_ub": lambda te: te.module.base.initialize_ub([64, 32], 1, use_fp8=True, bootstrap_backend="gloo"),
 }

@@ -25,10 +25,9 @@ def is_ignored(value: object) -> bool:
 
 
 NO_OVERLAP = "collectives do not overlap with products here, and results are the same; leave it out"
-"""What a request for user buffers warns of."""
 
 Rule = tuple[Callable[..., bool], str]
-"""Which values of an option change no result, and what to write instead of the others."""
+"""Which values of an option change no result, and what to write instead of others. Ignored ones warn of it."""
 
 WITHOUT: dict[str, Rule] = {
     "alibi_slopes": (is_unset, "attention takes no biases: use rotary_pos_emb"),
@@ -57,6 +56,7 @@ WITHOUT: dict[str, Rule] = {
     "seq_length": (is_ignored, ""),
     "softmax_type": (lambda value: value == "vanilla", "call torch's flex_attention"),
     "symmetric_ar_type": (is_unset, "leave it out"),
+    "ub_name": (is_ignored, ""),
 }
 """Options without a counterpart."""
 
@@ -108,7 +108,7 @@ RENAMED = {"inp": "x", "input_": "x", "hidden_size": "normalized_shape"}
 
 def rule_of(option: str) -> Rule | None:
     """The rule of an option without a counterpart."""
-    return (is_ignored, "") if option.startswith("ub_") else WITHOUT.get(option)
+    return WITHOUT.get(option, (is_ignored, NO_OVERLAP) if option.startswith("ub_") else None)
 
 
 def by_name(call: str, order: Sequence[str], values: Sequence[object], options: Mapping[str, object]) -> Options:
@@ -130,11 +130,11 @@ def counterparts(call: str, named: Options, parameters: frozenset[str]) -> Optio
             result[new] = value
             continue
         rule = rule_of(name)
-        if name.startswith("ub_") and value is True:
-            warnings.warn(f"{call}({name}=True): {NO_OVERLAP}", stacklevel=3)
         if rule is None:
             raise UserError(f"{call} has no argument {name}; allowed are {', '.join(sorted(parameters))}")
         is_harmless, remedy = rule
         if not is_harmless(value):
             raise UserError(f"{call}({name}={value!r}) has no counterpart in Duotone; {remedy}")
+        if is_harmless is is_ignored and remedy and not is_off(value):
+            warnings.warn(f"{call}({name}={value!r}): {remedy}", stacklevel=3)
     return result
