@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40499
+LIBRARY_LINES = 40524
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -39,17 +39,17 @@ BUDGETS = {
     "lab": (3894, 14, 0),
     "linear": (1947, 5, 0),
     "modules": (742, 3, 0),
-    "observe": (2331, 6, 0),
+    "observe": (2332, 6, 0),
     "ops": (1470, 0, 0),
     "optim": (893, 3, 0),
     "package": (354, 1, 0),
     "pipeline": (1672, 15, 0),
-    "planned": (3572, 16, 1),
+    "planned": (3544, 15, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1457, 0, 0),
     "state": (1972, 11, 0),
-    "tensor": (2970, 17, 0),
+    "tensor": (3022, 17, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

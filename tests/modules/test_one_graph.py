@@ -4,6 +4,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -303,9 +304,21 @@ def test_own_modules_compile_once(kind: str, name: str) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", ["fp8-delayed", "mxfp8", slow("fp8-current"), slow("nvfp4")])
-def test_blocks_with_quantized_parameters_compile_once(name: str) -> None:
-    recipe = recipes.load(name)
+LOADS = {name: partial(recipes.load, name) for name in ("fp8-delayed", "mxfp8", "fp8-current", "nvfp4")}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(LOADS["fp8-delayed"], id="fp8-delayed"),
+        pytest.param(LOADS["mxfp8"], id="mxfp8"),
+        pytest.param(dicts, id="dicts"),
+        slow(LOADS["fp8-current"]),
+        slow(LOADS["nvfp4"]),
+    ],
+)
+def test_blocks_with_quantized_parameters_compile_once(make: Callable[[], recipes.Recipe]) -> None:
+    recipe = make()
     m = blocks(recipe, count=10)
     duotone.convert_parameters(m, recipe)
     eager = copy.deepcopy(m)

@@ -1,13 +1,17 @@
 """Quantizing inside of torch.compile(fullgraph=True) has the bytes and the gradients of eager."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from tensor_cases import BOTH, COLUMN, QUANTIZERS, ROW, get, pair, same, same_bits
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from duotone.compat.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer
 from duotone.tensor import History, QuantizeContext, QuantizedTensor, Quantizer
+from duotone.tensor.context import LOCAL
+from duotone.tensor.plane import Planes, Usage
 
 X = torch.randn(48, 80, generator=torch.Generator().manual_seed(4))
 
@@ -53,6 +57,40 @@ def test_a_write_has_the_bytes_of_eager(name: str) -> None:
     compiled(step)(written, source)
     step(expected, source)
     assert all(map(same, written, expected)) and buffers == [part.data_ptr() for t in written for part in t.parts]
+
+
+@dataclasses.dataclass(frozen=True)
+class Clipping(Quantizer):
+    """Clips to a limit that `==` leaves out."""
+
+    limits: Any = dataclasses.field(default=None, compare=False)
+
+    def encode(self, x: torch.Tensor, usage: Usage = BOTH, ctx: QuantizeContext = LOCAL) -> Planes:
+        return super().encode(x.clamp(-self.limits[0], self.limits[0]), usage, ctx)
+
+
+def test_a_compiled_write_takes_the_quantizer_of_its_tensor() -> None:
+    """Two tensors whose quantizers differ in what their `==` leaves out are not written by one graph."""
+    mxfp8 = get("mxfp8_e4m3")
+    counter = CompileCounterWithBackend("aot_eager")
+    write = torch.compile(lambda t, x: t.copy_(x), fullgraph=True, backend=counter)
+    for limits in ([1.0], [0.25], {0: 1.0}, {0: 0.25}, [1.0]):
+        for _ in range(2):
+            t = Clipping(mxfp8, mxfp8, limits=limits).quantize(torch.zeros_like(X))
+            write(t, X)
+            assert t.dequantize().abs().max() == limits[0]
+    assert counter.frame_count == 4, "equal limits share a graph"
+
+
+def test_a_compiled_write_notices_that_a_field_of_its_quantizer_changed() -> None:
+    limits = [1.0]
+    mxfp8 = get("mxfp8_e4m3")
+    t = Clipping(mxfp8, mxfp8, limits=limits).quantize(torch.zeros_like(X))
+    write = compiled(lambda t, x: t.copy_(x))
+    for limit in (1.0, 0.25):
+        limits[0] = limit
+        write(t, X)
+        assert t.dequantize().abs().max() == limit
 
 
 @pytest.mark.parametrize("make", [MXFP8Quantizer, Float8CurrentScalingQuantizer, NVFP4Quantizer])

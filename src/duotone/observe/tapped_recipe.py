@@ -19,6 +19,7 @@ from duotone.observe.sampling import Sampler
 from duotone.planned.planned import Planned
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
+from duotone.tensor.content import WithContent
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import BOTH, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class TappedQuantizer:
+class TappedQuantizer(WithContent):
     """A quantizer that records each plane that it makes. Two are equal if quantizer, role and store are equal.
 
     Everything but `encode` is the inner quantizer's. So tensors from `make` and `quantize` carry the inner quantizer.

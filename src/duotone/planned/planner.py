@@ -220,7 +220,7 @@ class Planner:
             traced_stages.refuse_amaxes()
         is_cast = module.weights[0].dtype is not info.dtype
         input_held = "" if info.quantizer is None else info.quantizer.words
-        where = (info.place, str(info.dtype), group, is_cast, self._formats_of(quantizer), input_held)
+        where = (info.place, str(info.dtype), group, is_cast, traced_stages.formats_of(quantizer), input_held)
         name = traced_stages.plan_name(
             (config, getattr(self.answered, recipe.key), recipe.key, *grads, mode.value, *where)
         )
@@ -232,14 +232,8 @@ class Planner:
         module = self.module
         if any(map(is_distributed, module.weight_owners(0))):  # FSDP2 has not gathered the block of this module
             return False
-        formats = module.weights[0].dtype is not dtype, self._formats_of(module.weight_held)
+        formats = module.weights[0].dtype is not dtype, traced_stages.formats_of(module.weight_held)
         return (key.weight_is_cast, key.weight_held) == formats
-
-    def _formats_of(self, quantizer: Quantizer | None) -> str:
-        """The formats of a quantized weight. A quantizer of a user's class equals no other one."""
-        if quantizer is None:
-            return ""
-        return quantizer.words if type(quantizer) is Quantizer else f"{quantizer.words}/{self.number}"
 
     def answer(self, recipe: Recipe) -> dict[str, Quantizer]:
         """The quantizer that a recipe gives each slot. A recipe that is a function is called once per slot."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from duotone.dispatch.produced_ops import Inputs, empty_produced, produced_planes
 from duotone.errors import UserError
-from duotone.formats import Format
 from duotone.graph_ops import STATEFUL, define_op
 from duotone.linear.layout import Layout
 from duotone.numbered import ByName, Numbered, constant_in_traces
@@ -27,8 +26,8 @@ from duotone.state.frames import is_trace_recomputed
 from duotone.state.region import AMAX_MODES, AmaxMode
 from duotone.state.rolling import roll_after
 from duotone.state.torch_private import mark_effect
+from duotone.tensor.content import Uncompared
 from duotone.tensor.context import Slot
-from duotone.tensor.history import History
 from duotone.tensor.quantizer import TRACED, Quantizer, name_quantizer
 
 if TYPE_CHECKING:
@@ -124,45 +123,24 @@ def content(value: Hashable) -> str:
     return _CONTENTS.setdefault(value, str(len(_CONTENTS) + 1))
 
 
+def formats_of(quantizer: Quantizer | None) -> str:
+    """The formats of a quantized weight, and whether a quantizer of a user's class writes it.
+
+    A plan depends on nothing else of that quantizer. Compiled writes compare its content, see `QuantizedTensor`.
+    """
+    if quantizer is None:
+        return ""
+    return quantizer.words if type(quantizer) is Quantizer else f"{quantizer.words}/subclass"
+
+
 def shared(answers: Mapping[str, Quantizer]) -> Answers:
     """The answers, as one object with all that are equal."""
-    key = tuple((slot, _content_of(quantizer)) for slot, quantizer in answers.items())
+    key = tuple((slot, quantizer.content) for slot, quantizer in answers.items())
     result = _ANSWERS.get(key)
     if result is None:
         result = _ANSWERS[key] = Answers(answers)
         result.name, result.likeness = str(next(_ANSWER_NUMBERS)), _likeness(key)
     return result
-
-
-class Uncompared(NamedTuple):
-    """A value that is compared by identity, because its `==` may say too little. `Answers` keep it alive."""
-
-    number: int
-    kind: type
-
-
-def _content_of(quantizer: Quantizer) -> Hashable:
-    """A value that equal quantizers share. The `==` of a user's class may say too little, so all attributes count."""
-    kind = type(quantizer)
-    if kind is Quantizer:
-        return quantizer
-    if any("__slots__" in vars(base) for base in kind.__mro__):
-        return Uncompared(id(quantizer), kind)
-    return kind, *((name, _word(value)) for name, value in sorted(vars(quantizer).items()))
-
-
-def _word(value: Any) -> Hashable:
-    """A value by its content as it is now, or by its identity."""
-    kind = type(value)
-    if isinstance(value, Format | History):
-        return value
-    if isinstance(value, Quantizer):
-        return _content_of(value)
-    if isinstance(value, tuple) or kind is list:
-        return kind, *map(_word, value)
-    if kind is dict:
-        return kind, *((_word(key), _word(each)) for key, each in value.items())
-    return (kind, repr(value)) if kind in (bool, int, float, str) else Uncompared(id(value), kind)
 
 
 def _likeness(word: Hashable) -> Hashable:
@@ -178,7 +156,7 @@ def _warn_of_identities(answers: Iterable[Answers]) -> None:
         other = first.setdefault(each.likeness, each)
         if other is not each:
             pairs = zip(each.values(), other.values(), strict=True)
-            kind = next(type(one).__name__ for one, same in pairs if _content_of(one) != _content_of(same))
+            kind = next(type(one).__name__ for one, same in pairs if one.content != same.content)
             warnings.warn(
                 f"quantizers of class {kind} hold objects that are not compared, such as tensors, so each layer "
                 "compiles by itself, and torch gives up after 8; hold numbers, strings, lists and dicts, or share one "

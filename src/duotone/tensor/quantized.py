@@ -87,14 +87,15 @@ class QuantizedTensor(ShardHooks, Writes):  # pyright: ignore[reportIncompatible
         ]
         for name in flat:
             _show(name)
-        return flat, (kinds, aliased, self.quantizer, self.dtype, self.context, self.is_piece)
+        quantizer = self.quantizer
+        return flat, (kinds, aliased, self.dtype, self.is_piece, quantizer.content, quantizer, self.context)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[Any, ...], size: tuple[int, ...], stride: tuple[int, ...]
     ) -> "QuantizedTensor":
         del stride
-        kinds, aliased, quantizer, dtype, write_context, is_piece = context
+        kinds, aliased, dtype, is_piece, _, quantizer, write_context = context
         planes: list[Plane | None] = []
         for side, kind in zip(SIDES, kinds, strict=True):
             if kind is None:
@@ -112,13 +113,14 @@ class QuantizedTensor(ShardHooks, Writes):  # pyright: ignore[reportIncompatible
     @classmethod
     def __metadata_guard__(cls, traced: tuple[Any, ...], metadata: tuple[Any, ...]) -> bool:
         """Whether a graph that was traced with one result of `__tensor_flatten__` serves another. Guards call it."""
-        *before, context, is_piece = traced
-        *now, current, is_piece_now = metadata
+        *before, _, context = traced
+        *now, _, current = metadata
+        if before != now:
+            return False
         if context is current and context.slots == (None, None):
-            return (before, is_piece) == (now, is_piece_now)
-        alike = replace(context, slots=current.slots) == current
+            return True
         slots = zip(context.slots, current.slots, strict=True)
-        return (before, is_piece, alike) == (now, is_piece_now, True) and all(
+        return replace(context, slots=current.slots) == current and all(
             other is None if slot is None else slot.serves(other) for slot, other in slots
         )
 

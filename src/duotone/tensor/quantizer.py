@@ -1,5 +1,6 @@
 """A quantizer: a frozen pair of formats, one for each direction in which a GEMM reads the tensor."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from duotone.errors import UserError
 from duotone.formats import IDENTITY, Format, get
 from duotone.formats.elements import Stages
 from duotone.numbered import ByName, constant_in_traces
+from duotone.tensor.content import WithContent
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.history import History
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage, after, encode_once
@@ -28,7 +30,7 @@ SOURCES = ("original", "rowwise_dequantized")
 
 
 @dataclass(frozen=True)
-class Quantizer:
+class Quantizer(WithContent):
     """`rowwise` encodes x, `columnwise` its transpose. A direction that is None is never encoded.
 
     `columnwise_source` is what the columnwise plane encodes: "original", or "rowwise_dequantized", with which backward
@@ -60,6 +62,11 @@ class Quantizer:
         """The formats and `columnwise_source`, which a graph holds as a constant."""
         row, col = ("" if fmt is None else fmt.name for fmt in (self.rowwise, self.columnwise))
         return f"{row}/{col}/{self.columnwise_source}"
+
+    @property
+    def content(self) -> Hashable:
+        """A value that equal quantizers share: the quantizer, or all attributes of a user's class."""
+        return self if type(self) is Quantizer else super().content
 
     @property
     def is_stochastic(self) -> bool:
