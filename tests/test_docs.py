@@ -152,8 +152,8 @@ def sentences(page: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_sentences_are_short(page: Path) -> None:
-    counted = ((len(re.findall(r"[\w'%.-]+", sentence)), sentence) for sentence in sentences(page.read_text()))
-    assert [sentence for count, sentence in counted if count > LONGEST] == []
+    sentence_lengths = ((len(re.findall(r"[\w'%.-]+", sentence)), sentence) for sentence in sentences(page.read_text()))
+    assert [sentence for count, sentence in sentence_lengths if count > LONGEST] == []
 
 
 CITING = [*PAGES, ROOT / "bench" / "NOTES.md"]

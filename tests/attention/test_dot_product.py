@@ -15,7 +15,7 @@ BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 7, 7, 4, 8
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
-def reference(query: Tensor, key: Tensor, value: Tensor, seen, scale: float | None = None) -> Tensor:
+def reference(query: Tensor, key: Tensor, value: Tensor, visible, scale: float | None = None) -> Tensor:
     """bshd heads -> (b, s, h*d), float64; `seen(batch, i, j)` says whether query i sees key j."""
     query, key, value = (x.double() for x in (query, key, value))
     group = query.shape[2] // key.shape[2]
@@ -23,7 +23,7 @@ def reference(query: Tensor, key: Tensor, value: Tensor, seen, scale: float | No
     for b in range(query.shape[0]):
         for h in range(query.shape[2]):
             for i in range(query.shape[1]):
-                keys = [j for j in range(key.shape[1]) if seen(b, i, j)]
+                keys = [j for j in range(key.shape[1]) if visible(b, i, j)]
                 if keys:
                     scores = key[b, keys, h // group] @ query[b, i, h] * (scale or query.shape[3] ** -0.5)
                     out[b, i, h] = scores.softmax(0) @ value[b, keys, h // group]

@@ -35,8 +35,8 @@ def test_a_layer_generates_with_half_the_memory() -> None:
     expected = layer(x, rotary_pos_emb=rope(8))
     cache = KVCache(2, 8, 2, 16, dtype=torch.float32)
     first = layer(x[:, :5], rotary_pos_emb=rope(5), kv_cache=cache)
-    rest = [layer(x[:, i : i + 1], rotary_pos_emb=rope(1, offset=i), kv_cache=cache) for i in range(5, 8)]
-    out = torch.cat([first, *rest], 1)
+    next_tokens = [layer(x[:, i : i + 1], rotary_pos_emb=rope(1, offset=i), kv_cache=cache) for i in range(5, 8)]
+    out = torch.cat([first, *next_tokens], 1)
     assert (out - expected).norm() < 0.02 * expected.norm() and not torch.equal(out, expected)
     wide = KVCache(2, 8, 2, 128)
     assert wide.nbytes < 0.52 * 2 * (2 * 8 * 2 * 128) * 2

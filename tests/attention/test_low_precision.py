@@ -150,8 +150,8 @@ def oracle(case: Case, recipe: Recipe, x: list[Tensor]) -> list[Tensor]:
     row, col = {}, {}
     for key, t, kind in zip(("q", "k", "v", "g"), x, ("qkv", "qkv", "qkv", "do"), strict=True):
         row[key] = heads_rounded(t, names[kind, "rowwise"])
-        turned = t.mT.contiguous()
-        col[key] = heads_rounded(turned, names[kind, "columnwise"]).mT
+        transposed = t.mT.contiguous()
+        col[key] = heads_rounded(transposed, names[kind, "columnwise"]).mT
     repeat = case.heads // case.groups
     many = {k: t.repeat_interleave(repeat, 1) if k in "kv" else t for k, t in row.items()}
     many_col = {k: t.repeat_interleave(repeat, 1) if k in "kv" else t for k, t in col.items()}
@@ -215,10 +215,10 @@ RUNS = [("all", case) for case in CASES] + [(recipe, "causal") for recipe in REC
 @pytest.mark.parametrize(("recipe", "case"), [*RUNS, ("blocks", "padding"), ("squares", "arbitrary")])
 def test_products_multiply_what_their_formats_hold(recipe, case) -> None:
     """Sums are fp32 in other orders, so a few codes fall to the other side of a boundary."""
-    shape, chosen = CASES[case], RECIPES[recipe]
+    shape, formats = CASES[case], RECIPES[recipe]
     x = heads_of(shape)
     limit = 6e-3 if shape.dtype is torch.bfloat16 else 2e-3
-    for result, expected in zip(run(core_for(shape, chosen), shape, x), oracle(shape, chosen, x), strict=True):
+    for result, expected in zip(run(core_for(shape, formats), shape, x), oracle(shape, formats, x), strict=True):
         assert error(result, expected) < limit
 
 

@@ -138,10 +138,10 @@ def test_delayed_scales_come_from_the_step_before_and_go_into_checkpoints() -> N
     first, second = (step(each, heads(seed=1)) for each in (module, other))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert module.duotone_backward.scale[2].item() != dp
-    moved = copy.deepcopy(module)
-    assert torch.equal(moved.duotone_backward.scale, module.duotone_backward.scale)
-    step(moved, heads(seed=2))
-    assert not torch.equal(moved.duotone_backward.scale, module.duotone_backward.scale)
+    copied = copy.deepcopy(module)
+    assert torch.equal(copied.duotone_backward.scale, module.duotone_backward.scale)
+    step(copied, heads(seed=2))
+    assert not torch.equal(copied.duotone_backward.scale, module.duotone_backward.scale)
 
 
 def test_a_first_step_without_tokens_starts_no_scale() -> None:

@@ -425,15 +425,15 @@ OWNERS = {
 def test_boundary_roles_reach_the_linears_at_the_boundary(name) -> None:
     """hybrid 77, 78: before the first forward and after it, as the recipe sees them."""
     make, last, first = OWNERS[name]
-    module, seen = make(), Recording(asks=False)
+    module, recorder = make(), Recording(asks=False)
     call = (torch.randn(4, 2, 32),) if name != "cross" else (torch.randn(4, 2, 32), None, torch.randn(4, 2, 32))
-    with duotone.autocast(recipe=CustomRecipe(qfactory=seen)):
+    with duotone.autocast(recipe=CustomRecipe(qfactory=recorder)):
         module(*call)
-        assert linear("input", "next") not in seen.roles
+        assert linear("input", "next") not in recorder.roles
         module.output_quantizer_role = linear("input", "next")
         module.grad_input_quantizer_role = linear("grad_output", "previous")
         module(*call)
-    assert seen.roles.count(linear("input", "next")) == seen.roles.count(linear("grad_output", "previous")) == 1
+    assert recorder.roles.count(linear("input", "next")) == recorder.roles.count(linear("grad_output", "previous")) == 1
     slots = module.get_quantizer_roles()
     assert slots[f"{last}.output"] == module.output_quantizer_role == linear("input", "next")
     assert slots[f"{first}.grad_input"] == module.grad_input_quantizer_role == linear("grad_output", "previous")

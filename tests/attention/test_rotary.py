@@ -11,22 +11,22 @@ from duotone.errors import UserError
 
 def test_each_pair_turns_as_a_complex_number_in_float64() -> None:
     x = torch.randn(5, 2, 3, 8)
-    turned = apply_rotary_pos_emb(x, RotaryPositionEmbedding(8)(5))
+    rotated = apply_rotary_pos_emb(x, RotaryPositionEmbedding(8)(5))
     pairs = torch.complex(x[..., :4].double(), x[..., 4:].double())
     for token in range(5):
         for pair in range(4):
             angle = token * 10000.0 ** (-2 * pair / 8)
             expected = pairs[token, ..., pair] * complex(math.cos(angle), math.sin(angle))
-            torch.testing.assert_close(turned[token, ..., pair].double(), expected.real, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(turned[token, ..., pair + 4].double(), expected.imag, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(rotated[token, ..., pair].double(), expected.real, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(rotated[token, ..., pair + 4].double(), expected.imag, rtol=1e-5, atol=1e-6)
 
 
 def test_norms_stay_and_products_depend_on_the_distance_alone() -> None:
     query, key = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     angles = RotaryPositionEmbedding(8, 100.0)(12)
-    turned = [apply_rotary_pos_emb(x.expand(12, 1, 1, 8), angles)[:, 0, 0] for x in (query, key)]
-    torch.testing.assert_close(turned[0].norm(dim=1), query.norm().expand(12), rtol=1e-6, atol=1e-6)
-    products = turned[0] @ turned[1].T
+    rotated = [apply_rotary_pos_emb(x.expand(12, 1, 1, 8), angles)[:, 0, 0] for x in (query, key)]
+    torch.testing.assert_close(rotated[0].norm(dim=1), query.norm().expand(12), rtol=1e-6, atol=1e-6)
+    products = rotated[0] @ rotated[1].T
     for distance in range(-11, 12):
         along = products.diagonal(distance)
         torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-5, atol=1e-5)
@@ -46,9 +46,9 @@ def test_layouts_forms_of_angles_and_tables_agree_bit_for_bit() -> None:
 
 def test_a_narrow_table_turns_the_first_elements_and_leaves_the_rest() -> None:
     x = torch.randn(5, 2, 3, 8)
-    turned = apply_rotary_pos_emb(x, RotaryPositionEmbedding(4)(5))
-    assert torch.equal(turned[..., 4:], x[..., 4:])
-    assert torch.equal(turned[..., :4], apply_rotary_pos_emb(x[..., :4].contiguous(), RotaryPositionEmbedding(4)(5)))
+    rotated = apply_rotary_pos_emb(x, RotaryPositionEmbedding(4)(5))
+    assert torch.equal(rotated[..., 4:], x[..., 4:])
+    assert torch.equal(rotated[..., :4], apply_rotary_pos_emb(x[..., :4].contiguous(), RotaryPositionEmbedding(4)(5)))
 
 
 def test_an_offset_shifts_the_positions() -> None:

@@ -76,15 +76,17 @@ def test_a_step_makes_all_gradients_and_keeps_none():
 
 def test_extra_memory_is_taken_over_a_step_that_dropped_its_gradients(monkeypatch):
     step = named(linear.candidates(CPU, (16, 32, 8)))["bf16"].make().call
-    seen = []
+    memory_calls = []
 
     def sees(name, value=None):
-        monkeypatch.setattr(torch.cuda, name, lambda: (seen.append((name, step.leaves[1].grad is not None)), value)[1])
+        monkeypatch.setattr(
+            torch.cuda, name, lambda: (memory_calls.append((name, step.leaves[1].grad is not None)), value)[1]
+        )
 
     sees("synchronize"), sees("memory_allocated", 5 * layer.MIB), sees("reset_peak_memory_stats")
     sees("max_memory_allocated", 8 * layer.MIB)
     assert step.peak_mib() == 3.0
-    assert [kind for kind in seen if kind[0] != "synchronize"] == [
+    assert [kind for kind in memory_calls if kind[0] != "synchronize"] == [
         ("memory_allocated", True),
         ("reset_peak_memory_stats", True),
         ("max_memory_allocated", True),

@@ -11,8 +11,8 @@ def test_it_prints_the_front_and_rules_that_load(duotone, text_file, tmp_path):
     assert lines[0].startswith("gpt: 2 layers of 64") and lines[2].split()[0] == "gemm"
     assert {line.split()[1] for line in lines if line.startswith("  fprop")} == {"bf16", "fp8-current"}
     assert "layers.0.attention.qkv" in lines and max(map(len, lines)) <= 80
-    written = (tmp_path / "a.toml").read_text()
-    assert text.rstrip().endswith(written.rstrip()) and "NVIDIA H200" in text
+    toml = (tmp_path / "a.toml").read_text()
+    assert text.rstrip().endswith(toml.rstrip()) and "NVIDIA H200" in text
     assert recipes.load(str(tmp_path / "a.toml")).base.name == "fp8-current"
 
 

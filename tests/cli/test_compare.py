@@ -76,8 +76,8 @@ def test_runs_that_are_complete_are_on_disk_when_a_later_one_breaks(duotone, tex
 
 
 def test_several_seeds_are_paired_and_ranked(duotone, text_file, tmp_path):
-    typed = ("--recipes", "mxfp8", "--seeds", "2", "--as", "8192x16384", "--out", tmp_path)
-    code, text, progress = duotone(*TINY, "--data", text_file, *typed)
+    arguments = ("--recipes", "mxfp8", "--seeds", "2", "--as", "8192x16384", "--out", tmp_path)
+    code, text, progress = duotone(*TINY, "--data", text_file, *arguments)
     result = json.loads((tmp_path / "result.json").read_text())
     page, message = (tmp_path / "report.html").read_text(), "linears 8192 wide with 16384 tokens"
     assert "on an NVIDIA H200" in text and message in page and result["settings"]["size"] == [8192, 16384]
@@ -207,9 +207,9 @@ def test_json_is_all_that_stdout_gets(duotone, text_file, tmp_path):
     code, text, _ = duotone(
         *TINY[:-1], "1", "--data", text_file, "--recipes", "mxfp8", "--json", "--out", tmp_path / "a"
     )
-    printed = json.loads(text)
-    assert code == 0 and [run["name"] for run in printed["runs"]] == ["bf16", "bf16 (noise)", "mxfp8"]
-    assert {"rank", "gap_percent"} <= printed["runs"][2].keys() and "plan" not in printed["runs"][2]
+    document = json.loads(text)
+    assert code == 0 and [run["name"] for run in document["runs"]] == ["bf16", "bf16 (noise)", "mxfp8"]
+    assert {"rank", "gap_percent"} <= document["runs"][2].keys() and "plan" not in document["runs"][2]
 
 
 def test_a_folder_in_use_is_refused(refused, text_file, tmp_path):
@@ -292,10 +292,10 @@ def test_a_result_that_cannot_be_written_keeps_the_earlier_one(duotone, text_fil
 
 
 def test_without_data_the_text_is_pythons_own(duotone, tmp_path, monkeypatch):
-    seen = []
+    corpora = []
     real = data.load
-    monkeypatch.setattr(data, "load", lambda paths, *, context: seen.append(paths) or real(paths, context=context))
+    monkeypatch.setattr(data, "load", lambda paths, *, context: corpora.append(paths) or real(paths, context=context))
     code, _, _ = duotone(*TINY[:3], "--steps", "1", "--recipes", "bf16", "--out", tmp_path / "a")
-    assert code == 0 and seen == [()]
+    assert code == 0 and corpora == [()]
     settings = json.loads((tmp_path / "a" / "result.json").read_text())["settings"]
     assert settings["data"] == "the Python documentation and standard library" and settings["data_bytes"] > 1_000_000

@@ -37,8 +37,8 @@ def test_a_terminal_of_80_columns_holds_the_table_and_a_file_has_whole_names(duo
     assert recipe != "mxfp8" or max(map(len, out.splitlines())) <= 80
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
-    drawn = re.sub(r"\x1b\[[0-9;]*m", "", duotone("plan", "--preset", "tiny", "--recipe", recipe)[1])
-    assert max(map(len, drawn.splitlines())) <= 80 and "kept in high precision by a rule" in drawn
+    table = re.sub(r"\x1b\[[0-9;]*m", "", duotone("plan", "--preset", "tiny", "--recipe", recipe)[1])
+    assert max(map(len, table.splitlines())) <= 80 and "kept in high precision by a rule" in table
 
 
 def test_what_stays_in_high_precision_says_why(duotone):

@@ -41,8 +41,8 @@ def test_a_resumed_run_says_where_it_goes_on(capsys):
 
 
 def test_speed_leaves_out_the_first_step(monkeypatch):
-    now = iter([0.0, 20.0, 21.0, 21.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    clock = iter([0.0, 20.0, 21.0, 21.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     meter = Meter("mxfp8", 10, 0, 2048)
     meter.step(1, 5.0)
     meter.step(3, 4.0)
@@ -59,9 +59,9 @@ def test_the_live_display_shows_step_loss_speed_and_remaining_time():
         progress.step(2, 5.25)
         progress.note("cannot save [b]")
         progress.end()
-    shown = stream.getvalue()
-    assert "nvfp4 [a], gpt" in shown and "2/4" in shown and "loss 5.2500" in shown
-    assert "tokens/s" in shown and "ETA" in shown and "cannot save [b]" in shown
+    screen = stream.getvalue()
+    assert "nvfp4 [a], gpt" in screen and "2/4" in screen and "loss 5.2500" in screen
+    assert "tokens/s" in screen and "ETA" in screen and "cannot save [b]" in screen
 
 
 def test_a_clock_reads_minutes_or_hours():

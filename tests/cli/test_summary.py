@@ -13,8 +13,8 @@ def test_a_number_that_json_does_not_have_loses_no_other(tmp_path):
         ]
     }
     summary.write_numbers(result, tmp_path)
-    written = json.loads((tmp_path / "result.json").read_text())
-    assert written == {
+    document = json.loads((tmp_path / "result.json").read_text())
+    assert document == {
         "runs": [{"name": "a", "statistics": [], "losses": [[1, None], [2, 3.5]], "snr_db": None, "time": None}]
     }
 

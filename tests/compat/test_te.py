@@ -70,8 +70,8 @@ def test_delayed_scaling_starts_as_there_from_a_scale_of_one(te) -> None:
 def test_weights_are_normal_and_biases_zero_as_there(te) -> None:
     torch.manual_seed(0)
     layer = te.TransformerLayer(256, 512, 4)
-    built = [te.Linear(256, 256), te.LayerNormLinear(256, 256), te.GroupedLinear(2, 256, 128), layer]
-    for name, parameter in (item for module in built for item in module.named_parameters()):
+    modules = [te.Linear(256, 256), te.LayerNormLinear(256, 256), te.GroupedLinear(2, 256, 128), layer]
+    for name, parameter in (item for module in modules for item in module.named_parameters()):
         if parameter.dim() == 2:
             assert parameter.std().item() == pytest.approx(0.023, rel=0.03), name
         else:

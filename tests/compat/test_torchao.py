@@ -71,14 +71,14 @@ def test_each_plane_has_the_format_of_its_cast(name: str) -> None:
 
 
 def test_only_linears_that_the_filter_takes_are_converted() -> None:
-    seen = {}
+    filtered = {}
 
     def takes(linear: nn.Module, name: str) -> bool:
-        seen[name] = linear
+        filtered[name] = linear
         return name != "0"
 
     converted = torchao.convert_to_float8_training(model(), module_filter_fn=takes, config="rowwise")
-    assert {name: type(linear).__mro__[-3] for name, linear in seen.items()} == dict.fromkeys("023", nn.Linear)
+    assert {name: type(linear).__mro__[-3] for name, linear in filtered.items()} == dict.fromkeys("023", nn.Linear)
     formats = {row.module: row.a for row in duotone.plan(converted) if row.gemm == "fprop"}
     assert formats == {"0": "identity", **dict.fromkeys("23", "fp8_e4m3_row_pow2_eps1e-12")}
 

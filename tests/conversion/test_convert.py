@@ -173,9 +173,9 @@ def test_float64_is_refused_at_convert_unless_nothing_is_quantized() -> None:
 def test_converted_subclasses_pickle() -> None:
     m = duotone.convert(nn.Sequential(Plain(32, 32)), recipes.load("mxfp8"))
     x = torch.randn(4, 32)
-    again = pickle.loads(pickle.dumps(m))
-    assert torch.equal(again(x), m(x)) and isinstance(again[0], Plain)
-    assert type(duotone.revert(again)[0]) is Plain
+    unpickled = pickle.loads(pickle.dumps(m))
+    assert torch.equal(unpickled(x), m(x)) and isinstance(unpickled[0], Plain)
+    assert type(duotone.revert(unpickled)[0]) is Plain
 
 
 def test_converting_in_inference_mode_leaves_a_model_that_trains() -> None:

@@ -60,8 +60,8 @@ def test_convert_may_come_first_or_second_and_revert_undoes_both() -> None:
     plain, x = model(), hidden_states()
     after = duotone.convert(duotone.fuse(model()), "nvfp4")
     before = duotone.fuse(duotone.convert(model(), "nvfp4"))
-    left, right = gradients_of(after, x), gradients_of(before, x)
-    assert all(torch.equal(left[n], right[n]) for n in left)
+    gradients_after, gradients_before = gradients_of(after, x), gradients_of(before, x)
+    assert all(torch.equal(gradients_after[n], gradients_before[n]) for n in gradients_after)
     parameters, kinds = list(after.parameters()), [type(module) for module in plain.modules()]
     duotone.revert(after)
     assert [type(module) for module in after.modules()] == kinds
@@ -107,12 +107,12 @@ def test_parameters_keys_copies_and_pickles_stay() -> None:
 
 def test_hooks_keep_seeing_the_calls_of_what_they_watch() -> None:
     m, x = duotone.fuse(duotone.convert(model(), "mxfp8")), hidden_states()
-    seen = []
-    hook = m[0].mlp.up.register_forward_hook(lambda module, inputs, y: seen.append((inputs[0].shape, y.shape)))
-    m[1].before.register_forward_hook(lambda module, inputs, y: seen.append(type(y)))
+    calls = []
+    hook = m[0].mlp.up.register_forward_hook(lambda module, inputs, y: calls.append((inputs[0].shape, y.shape)))
+    m[1].before.register_forward_hook(lambda module, inputs, y: calls.append(type(y)))
     expected = duotone.convert(model(), "mxfp8")(x)
     assert torch.allclose(m(x), expected, rtol=0.02, atol=0.02)
-    assert seen == [((2, 16, 64), (2, 16, 96)), Tensor]
+    assert calls == [((2, 16, 64), (2, 16, 96)), Tensor]
     assert rows(m)["0.mlp"] == rows(m)["0.between"] == "not fused: up has hooks"
     assert rows(m)["1.before"] == "not fused: it has hooks"
     hook.remove()
@@ -141,13 +141,13 @@ class Classic(nn.Module):
 
 
 def test_hooks_of_an_activation_and_a_dropout_that_is_on_keep_the_forward_of_the_class() -> None:
-    m, x, seen = duotone.fuse(duotone.convert(Classic(), "mxfp8")), hidden_states(), []
+    m, x, calls = duotone.fuse(duotone.convert(Classic(), "mxfp8")), hidden_states(), []
     assert rows(m)[""] == "not fused: drop is on"
     m.eval()
     assert rows(m)[""].startswith("fused") and pipelines(m, x) == 1
-    hook = m.act.register_forward_hook(lambda module, inputs, y: seen.append(y.shape))
+    hook = m.act.register_forward_hook(lambda module, inputs, y: calls.append(y.shape))
     m(x)
-    assert seen == [(2, 16, 96)] and rows(m)[""] == "not fused: act has hooks"
+    assert calls == [(2, 16, 96)] and rows(m)[""] == "not fused: act has hooks"
     hook.remove()
     assert pipelines(m, x) == 1
 
@@ -408,8 +408,8 @@ def test_weights_of_one_gemm_lie_side_by_side_and_are_not_copied() -> None:
     gate, up = m[0].mlp.gate.weight, m[0].mlp.up.weight
     assert up.data_ptr() == gate.data_ptr() + gate.numel() * 4
     assert up.untyped_storage().data_ptr() == gate.untyped_storage().data_ptr()
-    moved = copy.deepcopy(m).double().float()  # apart again, and still right
-    assert torch.equal(moved(hidden_states()), m(hidden_states()))
+    separate = copy.deepcopy(m).double().float()  # apart again, and still right
+    assert torch.equal(separate(hidden_states()), m(hidden_states()))
 
 
 def test_under_torch_autocast_a_norm_computes_by_itself() -> None:

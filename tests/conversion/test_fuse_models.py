@@ -76,10 +76,10 @@ def test_gradient_checkpointing_gives_the_same_bits(recipe: str, reentrant: bool
 def test_a_saved_model_is_the_plain_one(tmp_path) -> None:
     m = fused("mxfp8")
     m.save_pretrained(tmp_path)
-    again = type(m).from_pretrained(tmp_path)
-    assert "Fused" not in repr(again)
+    reloaded = type(m).from_pretrained(tmp_path)
+    assert "Fused" not in repr(reloaded)
     expected = gradients(m, batch(0))
-    assert_same_bits(gradients(duotone.fuse(duotone.convert(again.train(), "mxfp8")), batch(0)), expected)
+    assert_same_bits(gradients(duotone.fuse(duotone.convert(reloaded.train(), "mxfp8")), batch(0)), expected)
 
 
 def test_revert_gives_back_classes_and_bits() -> None:

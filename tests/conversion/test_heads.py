@@ -134,8 +134,8 @@ def test_a_rule_of_convert_or_of_the_recipe_overrides_a_head() -> None:
     ):
         m = duotone.convert(model("classifier"), recipe, rules=rules)
         assert reasons(m) == {} and "a rule" not in {row.module for row in duotone.plan(m)}
-    again = duotone.convert(m, MXFP8)
-    assert list(reasons(again)) == ["classifier"]
+    reconverted = duotone.convert(m, MXFP8)
+    assert list(reasons(reconverted)) == ["classifier"]
 
 
 def test_a_head_alone_is_no_model_that_follows_the_recipe() -> None:

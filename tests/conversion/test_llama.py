@@ -92,11 +92,11 @@ def test_a_saved_model_is_a_plain_one_and_converts_to_the_same_bits_again(tmp_pa
     train(m, 2)
     m.save_pretrained(tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == set(llama().state_dict()) - {"lm_head.weight"}
-    again, report = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report.values()) and type(again) is LlamaForCausalLM
-    duotone.convert(again, recipes.load(name))
-    duotone.load_rng_state(again, duotone.rng_state(m))
-    assert_same_bits(gradients(m.train(), batch(2)), gradients(again.train(), batch(2)))
+    reloaded, report = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()) and type(reloaded) is LlamaForCausalLM
+    duotone.convert(reloaded, recipes.load(name))
+    duotone.load_rng_state(reloaded, duotone.rng_state(m))
+    assert_same_bits(gradients(m.train(), batch(2)), gradients(reloaded.train(), batch(2)))
 
 
 def test_delayed_scales_come_back_when_the_model_is_converted_before_they_are_loaded(tmp_path) -> None:
@@ -106,9 +106,9 @@ def test_delayed_scales_come_back_when_the_model_is_converted_before_they_are_lo
     m.save_pretrained(tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == set(llama().state_dict())
     save_file(m.state_dict(), tmp_path / "state.safetensors")
-    again = duotone.convert(llama(), recipes.load("fp8-delayed"))
-    again.load_state_dict(load_file(tmp_path / "state.safetensors"))
-    assert_same_bits(gradients(m, batch(3)), gradients(again, batch(3)))
+    reloaded = duotone.convert(llama(), recipes.load("fp8-delayed"))
+    reloaded.load_state_dict(load_file(tmp_path / "state.safetensors"))
+    assert_same_bits(gradients(m, batch(3)), gradients(reloaded, batch(3)))
 
 
 def test_quantized_parameters_are_saved_once_they_are_plain_again(tmp_path) -> None:
@@ -116,8 +116,8 @@ def test_quantized_parameters_are_saved_once_they_are_plain_again(tmp_path) -> N
     m = duotone.convert_parameters(duotone.convert(llama(), mxfp8), mxfp8)
     expected = gradients(m, batch(0))["loss"]
     duotone.convert_parameters(m, recipes.load("bf16")).save_pretrained(tmp_path)
-    again = duotone.convert(LlamaForCausalLM.from_pretrained(tmp_path), mxfp8)
-    assert torch.equal(gradients(again.train(), batch(0))["loss"], expected)
+    reloaded = duotone.convert(LlamaForCausalLM.from_pretrained(tmp_path), mxfp8)
+    assert torch.equal(gradients(reloaded.train(), batch(0))["loss"], expected)
 
 
 @pytest.mark.parametrize("name", [name for name in BUILTIN if name != "bf16"])

@@ -101,10 +101,10 @@ def test_a_cache_folder_that_the_user_names_is_taken(tmp_path, monkeypatch) -> N
 
 def test_folders_that_others_own_or_write_are_not_used(tmp_path, monkeypatch) -> None:
     """Neither named folder is one's own: a new one, which nobody knew of before."""
-    named = tmp_path / "named"
-    named.mkdir()
-    named.chmod(0o777)
-    monkeypatch.setenv(compiler.FOLDER, str(named))
+    cache_folder = tmp_path / "named"
+    cache_folder.mkdir()
+    cache_folder.chmod(0o777)
+    monkeypatch.setenv(compiler.FOLDER, str(cache_folder))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert compiler.cache_folder() == str(tmp_path / "cache" / "duotone" / "inductor")
     compiler.cache_folder.cache_clear()

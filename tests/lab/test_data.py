@@ -33,8 +33,8 @@ def test_the_shortest_corpora_keep_a_context_on_both_sides(size):
 def test_a_batch_is_a_function_of_seed_and_step_alone(corpus):
     first = corpus.batch(3, 7, count=4, context=16)
     corpus.batch(3, 8, count=4, context=16)
-    again = corpus.batch(3, 7, count=4, context=16)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    same_batch = corpus.batch(3, 7, count=4, context=16)
+    assert all(torch.equal(a, b) for a, b in zip(first, same_batch, strict=True))
     assert not torch.equal(first[0], corpus.batch(3, 8, count=4, context=16)[0])
     assert not torch.equal(first[0], corpus.batch(4, 7, count=4, context=16)[0])
 
@@ -49,8 +49,8 @@ def test_targets_are_the_next_bytes_of_the_training_text(corpus):
 
 def test_batches_reach_the_last_window_and_no_further():
     corpus = data.Corpus((), torch.arange(10, dtype=torch.uint8), torch.arange(10, dtype=torch.uint8), "")
-    seen = {int(t[0, 0]) for t, _ in (corpus.batch(0, step, count=1, context=8) for step in range(50))}
-    assert seen == {0, 1}
+    first_bytes = {int(t[0, 0]) for t, _ in (corpus.batch(0, step, count=1, context=8) for step in range(50))}
+    assert first_bytes == {0, 1}
     assert [int(t[0, 0]) for t, _ in corpus.heldout_batches(2, count=1, context=8)] == [0, 1]
 
 

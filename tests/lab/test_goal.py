@@ -80,8 +80,8 @@ TWO = choices(
 )
 def test_each_goal_takes_what_costs_least(goal, names):
     options, costs = TWO
-    chosen = goal.choose(goal.usable(options, ""), costs)
-    assert [option.recipe for option in chosen.values()] == names
+    choice = goal.choose(goal.usable(options, ""), costs)
+    assert [option.recipe for option in choice.values()] == names
 
 
 def test_what_cannot_be_met_is_told_with_what_can():

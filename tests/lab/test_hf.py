@@ -40,49 +40,49 @@ def tokens():
 
 
 def test_a_class_is_built_in_the_sizes_of_the_preset_and_keeps_its_names():
-    built = models.build(LLAMA, TINY, 0)
-    sizes, config = TINY.model, built.config
+    model = models.build(LLAMA, TINY, 0)
+    sizes, config = TINY.model, model.config
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (sizes.dim, sizes.layers, 256)
-    assert built.model.layers[1].mlp.gate_proj.weight.shape == (sizes.hidden, sizes.dim)
-    assert built.lm_head.weight is built.model.embed_tokens.weight
-    assert "model.layers.1.self_attn.q_proj" in dict(built.named_modules())
-    assert {parameter.dtype for parameter in built.parameters()} == {torch.float32}
+    assert model.model.layers[1].mlp.gate_proj.weight.shape == (sizes.hidden, sizes.dim)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "model.layers.1.self_attn.q_proj" in dict(model.named_modules())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 def test_the_loss_is_the_mean_cross_entropy_of_the_models_logits():
-    built = models.build(LLAMA, TINY, 0)
-    plain = LlamaForCausalLM(built.config)
-    plain.load_state_dict(built.state_dict())
+    model = models.build(LLAMA, TINY, 0)
+    plain = LlamaForCausalLM(model.config)
+    plain.load_state_dict(model.state_dict())
     inputs, targets = tokens(), tokens()
     logits = plain(input_ids=inputs).logits
-    torch.testing.assert_close(built(inputs, targets), F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+    torch.testing.assert_close(model(inputs, targets), F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
 
 def test_weights_depend_on_the_seed_alone_and_torchs_generator_stays():
     state = torch.get_rng_state()
-    first, again, other = (models.build(LLAMA, TINY, seed).model.embed_tokens.weight for seed in (5, 5, 6))
-    assert torch.equal(first, again) and not torch.equal(first, other)
+    first, same_seed, other = (models.build(LLAMA, TINY, seed).model.embed_tokens.weight for seed in (5, 5, 6))
+    assert torch.equal(first, same_seed) and not torch.equal(first, other)
     assert torch.equal(state, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "MixtralForCausalLM", "GPT2LMHeadModel", "BertLMHeadModel"])
 def test_no_model_sees_the_byte_that_it_predicts_or_drops_anything(name):
     """GPT-2 and BERT drop a tenth by their own configs; BERT sees every byte unless it is told to be a decoder."""
-    built = models.build(f"hf:{name}", TINY, 0)
+    model = models.build(f"hf:{name}", TINY, 0)
     inputs = tokens()
     changed = inputs.clone()
     changed[:, 20:] = (changed[:, 20:] + 1) % 256
     early = torch.full_like(inputs, -100)  # no loss where the target is -100
     early[:, :20] = inputs[:, 1:21]
-    assert built.training and torch.equal(built(inputs, early), built(inputs, early))
-    torch.testing.assert_close(built(inputs, early), built(changed, early))
-    assert abs(built(inputs, inputs).item() - built(changed, inputs).item()) > 1e-4
+    assert model.training and torch.equal(model(inputs, early), model(inputs, early))
+    torch.testing.assert_close(model(inputs, early), model(changed, early))
+    assert abs(model(inputs, inputs).item() - model(changed, inputs).item()) > 1e-4
 
 
 def test_a_folder_without_weights_gives_random_ones(folder):
-    built = models.build(f"hf:{folder}", TINY, 0)
-    assert type(built).__name__ == "LlamaForCausalLM" and built.config.hidden_size == 32
-    assert built.config.attention_dropout == 0
+    model = models.build(f"hf:{folder}", TINY, 0)
+    assert type(model).__name__ == "LlamaForCausalLM" and model.config.hidden_size == 32
+    assert model.config.attention_dropout == 0
     description = models.describe(f"hf:{folder}", TINY)
     assert description == f"hf:{folder}: llama, 1 layers of 32, random weights"
 
@@ -95,8 +95,8 @@ def test_a_folder_with_weights_gives_them_in_fp32_whatever_the_seed(folder, file
         (folder / "model.safetensors").unlink()
         torch.save(saved.state_dict(), folder / file)
     for seed in (0, 1):
-        built = models.build(f"hf:{folder}", TINY, seed)
-        for name, parameter in built.named_parameters():
+        model = models.build(f"hf:{folder}", TINY, seed)
+        for name, parameter in model.named_parameters():
             assert parameter.dtype == torch.float32 and torch.equal(parameter, saved.get_parameter(name).float())
     assert "its own weights" in models.describe(f"hf:{folder}", TINY)
 
@@ -127,9 +127,9 @@ def test_the_plan_needs_no_weights_and_names_what_stays():
 def test_what_cannot_be_trained_is_a_one_line_error(tmp_path, name, message):
     llama_config(vocab_size=100).save_pretrained(tmp_path / "small")
     llama_config(max_position_embeddings=16).save_pretrained(tmp_path / "short")
-    for what, text in {"vision": '{"model_type": "vit"}', "unreadable": "{"}.items():
-        (tmp_path / what).mkdir()
-        (tmp_path / what / "config.json").write_text(text)
+    for problem, text in {"vision": '{"model_type": "vit"}', "unreadable": "{"}.items():
+        (tmp_path / problem).mkdir()
+        (tmp_path / problem / "config.json").write_text(text)
     llama_config().save_pretrained(tmp_path / "damaged")
     (tmp_path / "damaged" / "model.safetensors").write_bytes(b"no tensors")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}

@@ -47,16 +47,16 @@ def test_initial_weights_depend_on_the_seed_alone():
     torch.manual_seed(1)
     first = model.build(TINY, 5)
     state = torch.get_rng_state()
-    again = model.build(TINY, 5)
+    same_seed = model.build(TINY, 5)
     assert torch.equal(state, torch.get_rng_state())
-    pairs = zip(first.parameters(), again.parameters(), strict=True)
+    pairs = zip(first.parameters(), same_seed.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert not torch.equal(first.embedding.weight, model.build(TINY, 6).embedding.weight)
 
 
 def test_a_perturbation_moves_every_weight_by_its_relative_size():
-    plain, moved = model.build(TINY, 0), model.perturb(model.build(TINY, 0), 0, 1e-3)
-    for a, b in zip(plain.parameters(), moved.parameters(), strict=True):
+    plain, perturbed = model.build(TINY, 0), model.perturb(model.build(TINY, 0), 0, 1e-3)
+    for a, b in zip(plain.parameters(), perturbed.parameters(), strict=True):
         relative = (b / a - 1).abs()
         assert 2e-4 < relative.mean() < 2e-3 and relative.max() < 6e-3
 

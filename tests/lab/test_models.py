@@ -10,28 +10,28 @@ TINY = presets.get("tiny")
 
 
 def test_the_default_model_is_the_gpt():
-    built, direct = models.build(models.DEFAULT, TINY, 3), model.build(TINY.model, 3)
-    assert type(built) is model.GPT
-    assert all(torch.equal(a, b) for a, b in zip(built.parameters(), direct.parameters(), strict=True))
+    default, direct = models.build(models.DEFAULT, TINY, 3), model.build(TINY.model, 3)
+    assert type(default) is model.GPT
+    assert all(torch.equal(a, b) for a, b in zip(default.parameters(), direct.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("name", models.MODELS)
 def test_every_model_of_the_registry_follows_the_preset(name):
     """Its outline has no weights and the same parameters; it gives a loss near that of guessing bytes."""
-    outline, built = models.outline(name, TINY), models.build(name, TINY, 0)
+    outline, model = models.outline(name, TINY), models.build(name, TINY, 0)
     assert all(parameter.is_meta for parameter in outline.parameters())
-    shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (outline, built)]
+    shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (outline, model)]
     assert shapes[0] == shapes[1]
     tokens = torch.randint(0, 256, (2, TINY.model.context))
-    assert abs(built(tokens, tokens.roll(-1, 1)).item() - 5.545) < 0.1
+    assert abs(model(tokens, tokens.roll(-1, 1)).item() - 5.545) < 0.1
     assert models.describe(name, TINY).startswith(f"{name}: 2 layers of 64, ")
 
 
 @pytest.mark.parametrize("name", models.MODELS)
 def test_weights_depend_on_the_seed_and_a_perturbation_moves_them(name):
-    first, again, other = (models.build(name, TINY, seed) for seed in (5, 5, 6))
-    moved = models.build(name, TINY, 5, perturbation=1e-3)
-    for a, b, c, d in zip(*(m.parameters() for m in (first, again, moved, other)), strict=True):
+    first, same_seed, other = (models.build(name, TINY, seed) for seed in (5, 5, 6))
+    perturbed = models.build(name, TINY, 5, perturbation=1e-3)
+    for a, b, c, d in zip(*(m.parameters() for m in (first, same_seed, perturbed, other)), strict=True):
         assert torch.equal(a, b)
         assert 2e-4 < (c / a - 1).abs().mean() < 2e-3
         assert a.dim() < 2 or not torch.equal(a, d)

@@ -27,9 +27,9 @@ def test_updates_too_small_for_bf16_add_up_in_the_masters():
     for _ in range(200):
         model[0].weight.grad = torch.full((8, 8), 1e-3, dtype=torch.bfloat16)
         optimizer.step(1e-5)
-    moved = (masters["0.weight"] - optimizer.state()["masters/0.weight"]).detach()
+    updates = (masters["0.weight"] - optimizer.state()["masters/0.weight"]).detach()
     decayed = 200 * 1e-5 * 0.1 * masters["0.weight"]
-    torch.testing.assert_close(moved, 200 * 1e-5 + decayed, rtol=5e-3, atol=0)
+    torch.testing.assert_close(updates, 200 * 1e-5 + decayed, rtol=5e-3, atol=0)
     assert not torch.equal(model[0].weight, before)
     assert torch.equal(model[0].weight, optimizer.state()["masters/0.weight"].bfloat16())
 
@@ -74,14 +74,14 @@ def test_a_loaded_state_continues_bit_for_bit():
         put_gradients(first, step)
         half.step(1e-2)
     second, _ = make()
-    rest = MasterAdamW(second, masters)
-    rest.load_state(half.state())
+    resumed = MasterAdamW(second, masters)
+    resumed.load_state(half.state())
     for step in range(3, 6):
         put_gradients(second, step)
-        rest.step(1e-2)
-    left, right = whole.state(), rest.state()
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in left)
+        resumed.step(1e-2)
+    uninterrupted_state, resumed_state = whole.state(), resumed.state()
+    assert uninterrupted_state.keys() == resumed_state.keys()
+    assert all(torch.equal(uninterrupted_state[name], resumed_state[name]) for name in uninterrupted_state)
 
 
 @pytest.mark.parametrize("forged", [torch.zeros(1), torch.zeros(0), torch.zeros(8, 8, dtype=torch.int64), None])

@@ -54,10 +54,10 @@ def test_the_file_gives_each_gemm_the_formats_of_its_option(search, tmp_path):
     finding = search.conclude(REFERENCE)
     path = tmp_path / "a.toml"
     path.write_text(file_text(finding.recipe.title, finding.recipe.rules))
-    loaded = recipes.load(str(path))
-    assert loaded == finding.recipe
+    recipe = recipes.load(str(path))
+    assert recipe == finding.recipe
     for gemm, option in finding.chosen.items():
-        assert formats_of(loaded, gemm) == option.formats
+        assert formats_of(recipe, gemm) == option.formats
 
 
 def entry(gap, margin, seeds):

@@ -70,16 +70,16 @@ def test_a_backward_error_counts_as_the_angle_that_it_turns_a_gradient_by(traine
 
 def test_bf16_costs_nothing_and_four_bits_cost_more_than_eight(trainer):
     all_effects = measured(trainer, ["mxfp8", "nvfp4"], MODULE)
-    for gemm, what in (("fprop", "forward"), ("dgrad", "backward"), ("wgrad", "backward")):
-        costs = [getattr(all_effects[MODULE, gemm, name], what) for name in ("bf16", "mxfp8", "nvfp4")]
+    for gemm, direction in (("fprop", "forward"), ("dgrad", "backward"), ("wgrad", "backward")):
+        costs = [getattr(all_effects[MODULE, gemm, name], direction) for name in ("bf16", "mxfp8", "nvfp4")]
         assert costs[0] == 0.0 < 4 * costs[1] < costs[2]
 
 
 def test_it_goes_on_from_known_effects_with_the_same_numbers_and_leaves_no_trace(trainer):
     parameters = [p.detach().clone() for p in trainer.model.parameters()]
     whole = list(measured(trainer, ["nvfp4"]).values())
-    rest = measured(trainer, ["nvfp4"], earlier=whole[:11])
-    assert list(rest.values()) == whole[11:] and len(whole) == 2 * 4 * 3 * 2
+    resumed = measured(trainer, ["nvfp4"], earlier=whole[:11])
+    assert list(resumed.values()) == whole[11:] and len(whole) == 2 * 4 * 3 * 2
     assert all(
         torch.equal(p, q) and p.grad is None for p, q in zip(trainer.model.parameters(), parameters, strict=True)
     )

@@ -85,9 +85,9 @@ def test_frozen_input_or_weight_changes_no_other_bit(name, needs) -> None:
     module.zero_grad()
     module.weight.requires_grad_(needs[1])
     leaf = x.clone().requires_grad_(needs[0])
-    again = module(leaf)
-    again.backward(dy)
-    assert torch.equal(again, y)
+    frozen_run = module(leaf)
+    frozen_run.backward(dy)
+    assert torch.equal(frozen_run, y)
     assert (leaf.grad is None) == (not needs[0]) and (module.weight.grad is None) == (not needs[1])
     assert leaf.grad is None or torch.equal(leaf.grad, dx)
     assert module.weight.grad is None or torch.equal(module.weight.grad, dw)
@@ -150,11 +150,11 @@ def test_forward_saves_exactly_what_the_override_says(override, needs) -> None:
     )
     module.weight.requires_grad_(weight_grad)
     x = torch.randn(32, 96).bfloat16().requires_grad_(input_grad)
-    seen: list[Tensor] = []
+    saved_tensors: list[Tensor] = []
 
     def pack(t: Tensor) -> Tensor:
         if t.numel():
-            seen.append(t)
+            saved_tensors.append(t)
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
@@ -166,10 +166,10 @@ def test_forward_saves_exactly_what_the_override_says(override, needs) -> None:
         "dequantized": [[((32, 96), codes), ((32, 3), scale)], [((64, 96), codes), ((64, 3), scale)]],
     }[override]
     expected = (saved[0] if weight_grad else []) + (saved[1] if input_grad else [])
-    assert [(tuple(t.shape), t.dtype) for t in seen] == expected
+    assert [(tuple(t.shape), t.dtype) for t in saved_tensors] == expected
     if override == "high_precision":
         originals = ([x] if weight_grad else []) + ([module.weight] if input_grad else [])
-        assert [t.data_ptr() for t in seen] == [t.data_ptr() for t in originals]
+        assert [t.data_ptr() for t in saved_tensors] == [t.data_ptr() for t in originals]
 
 
 SAME_FORMAT = {
@@ -245,8 +245,8 @@ def test_a_frozen_weight_saves_no_input_and_quantizes_no_columns_of_it() -> None
     module.weight.requires_grad_(False)
     with duotone.autocast(recipe=observe.with_statistics(recipes.load("mxfp8"), store)):
         module(torch.randn(64, 128).bfloat16().requires_grad_()).sum().backward()
-    seen = {(row["role"], row["plane"]) for row in store.rows()}
-    assert seen == {
+    encoded = {(row["role"], row["plane"]) for row in store.rows()}
+    assert encoded == {
         ("input", "rowwise"),
         ("weight", "rowwise"),
         ("weight", "columnwise"),

@@ -125,8 +125,10 @@ def test_every_forward_rounds_its_boundary_gradient_anew_and_a_recompute_as_its_
     assert not torch.equal(first, second)
     for reentrant in (True, False):
         duotone.load_rng_state(module, start)
-        again = gradient(lambda t, how=reentrant: checkpoint(lambda u: module(u, fp8_grad=True), t, use_reentrant=how))
-        assert torch.equal(again, first)
+        recomputed = gradient(
+            lambda t, how=reentrant: checkpoint(lambda u: module(u, fp8_grad=True), t, use_reentrant=how)
+        )
+        assert torch.equal(recomputed, first)
 
 
 @pytest.mark.filterwarnings("ignore:.*consumer that is not known")
@@ -172,9 +174,9 @@ def test_rules_of_convert_name_boundaries_too_and_are_not_reported() -> None:
         model = duotone.convert(torch.nn.Sequential(torch.nn.Linear(64, 32)), recipes.load("mxfp8"), rules)
     assert not [row for row in duotone.plan(model) if row.module == "a rule"]
     assert model[0](torch.randn(4, 64), fp8_output=True).planes.rowwise.format.name == "fp8_e5m2_row"
-    lost = (Rule(module="9", tensor_type="grad_input", format="fp8_e5m2_row"),)
+    unmatched = (Rule(module="9", tensor_type="grad_input", format="fp8_e5m2_row"),)
     with pytest.warns(UserWarning, match="matches no tensor of the model"):
-        duotone.convert(torch.nn.Sequential(torch.nn.Linear(64, 32)), recipes.load("mxfp8"), lost)
+        duotone.convert(torch.nn.Sequential(torch.nn.Linear(64, 32)), recipes.load("mxfp8"), unmatched)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8-delayed"])

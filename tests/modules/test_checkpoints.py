@@ -70,12 +70,12 @@ def test_a_closure_as_factory_does_not_reach_the_checkpoint() -> None:
 def test_a_bf16_checkpoint_loads_into_a_hybrid_model_by_quantizing_it() -> None:
     """hybrid 48."""
     plain = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32)).bfloat16()
-    loaded = model(HYBRID, is_quantized=True)
-    addresses = [part.data_ptr() for part in loaded[0].weight.planes.columnwise.parts.values()]
-    loaded.load_state_dict(through_a_file(plain.state_dict()))
-    assert [part.data_ptr() for part in loaded[0].weight.planes.columnwise.parts.values()] == addresses
-    expected = loaded[0].weight.quantizer.quantize(plain[0].weight.detach())
-    for result, want in zip(loaded[0].weight.planes, expected.planes, strict=True):
+    target = model(HYBRID, is_quantized=True)
+    addresses = [part.data_ptr() for part in target[0].weight.planes.columnwise.parts.values()]
+    target.load_state_dict(through_a_file(plain.state_dict()))
+    assert [part.data_ptr() for part in target[0].weight.planes.columnwise.parts.values()] == addresses
+    expected = target[0].weight.quantizer.quantize(plain[0].weight.detach())
+    for result, want in zip(target[0].weight.planes, expected.planes, strict=True):
         assert all(torch.equal(result.parts[name], part) for name, part in want.parts.items())
 
 

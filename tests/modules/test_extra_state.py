@@ -80,10 +80,10 @@ def test_scales_and_histories_load_from_each_layout(cls, layout: str) -> None:
     module.load_state_dict({**module.state_dict(), "_extra_state": LAYOUTS[layout](state)})
     with torch.no_grad():  # which records no amax
         module(torch.ones(8, 32))
-    now = duotone.recipe_state(module)
-    assert torch.equal(now["duotone_forward.scale"], state["scale_fwd"][[0, 0, 1, 1]])
-    assert torch.equal(now["duotone_forward.amax_history"], state["amax_history_fwd"][:, [0, 0, 1, 1]])
-    assert torch.equal(now["duotone_backward.scale"], state["scale_bwd"][[0, 0]])
+    loaded_states = duotone.recipe_state(module)
+    assert torch.equal(loaded_states["duotone_forward.scale"], state["scale_fwd"][[0, 0, 1, 1]])
+    assert torch.equal(loaded_states["duotone_forward.amax_history"], state["amax_history_fwd"][:, [0, 0, 1, 1]])
+    assert torch.equal(loaded_states["duotone_backward.scale"], state["scale_bwd"][[0, 0]])
 
 
 def test_the_next_product_uses_the_scales_that_were_loaded() -> None:
@@ -106,12 +106,14 @@ def test_each_linear_of_a_module_gets_its_slots(slots: int) -> None:
     mlp.eval()(torch.ones(8, 32))
     experts.eval()(torch.ones(8, 32), [4, 4])
     forward, backward = state["scale_fwd"], state["scale_bwd"]
-    now = duotone.recipe_state(mlp)
-    assert torch.equal(now["fc1.duotone_forward.scale"], forward[[0, 0, 1, 1]])
-    assert torch.equal(now["fc2.duotone_forward.scale"], forward[[slots, slots, slots + 1, slots + 1]])
-    assert torch.equal(now["fc2.duotone_backward.scale"], backward[[2, 2]])
-    now = duotone.recipe_state(experts)
-    assert torch.equal(now["duotone_forward.scale"], forward[[0, 0, 1, 1, slots, slots, slots + 1, slots + 1]])
+    loaded_states = duotone.recipe_state(mlp)
+    assert torch.equal(loaded_states["fc1.duotone_forward.scale"], forward[[0, 0, 1, 1]])
+    assert torch.equal(loaded_states["fc2.duotone_forward.scale"], forward[[slots, slots, slots + 1, slots + 1]])
+    assert torch.equal(loaded_states["fc2.duotone_backward.scale"], backward[[2, 2]])
+    loaded_states = duotone.recipe_state(experts)
+    assert torch.equal(
+        loaded_states["duotone_forward.scale"], forward[[0, 0, 1, 1, slots, slots, slots + 1, slots + 1]]
+    )
 
 
 def test_a_transformer_layer_loads_a_checkpoint_with_extra_states_everywhere() -> None:
@@ -132,10 +134,10 @@ def test_attention_in_fp8_goes_on_from_its_scales() -> None:
     module.load_state_dict({**module.state_dict(), "_extra_state": state})
     with torch.no_grad():
         module(*torch.randn(3, 8, 1, 2, 16).unbind())
-    now = duotone.recipe_state(module)
+    loaded_states = duotone.recipe_state(module)
     forward, backward = state["scale_fwd"], state["scale_bwd"]
-    assert torch.equal(now["duotone_forward.scale"], forward[[2, 2, 2, 2, 2, 2, 8, 8, 3, 3]])
-    assert torch.equal(now["duotone_backward.scale"], backward[[3, 3, 5, 5]])
+    assert torch.equal(loaded_states["duotone_forward.scale"], forward[[2, 2, 2, 2, 2, 2, 8, 8, 3, 3]])
+    assert torch.equal(loaded_states["duotone_backward.scale"], backward[[3, 3, 5, 5]])
 
 
 class Attack:

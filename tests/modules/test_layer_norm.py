@@ -207,12 +207,12 @@ def test_roles_are_those_of_the_table() -> None:
         ("fc2.grad_input", ("linear", "grad_output", "M.fc1")),
     ]
     assert roles(LayerNormMLP(64, 48, name="M")) == expected
-    named = nn.ModuleDict({"M": LayerNormMLP(64, 48)})
-    duotone.assign_names(named)
-    assert roles(named["M"]) == expected
+    model = nn.ModuleDict({"M": LayerNormMLP(64, 48)})
+    duotone.assign_names(model)
+    assert roles(model["M"]) == expected
     bare = dict(roles(LayerNormMLP(64, 48)))
-    named = bare["fc1.input"][2].removesuffix(".fc1")
-    assert re.fullmatch(r"Layer_\d+", named) and bare["fc2.input"][2] == f"{named}.fc2"
+    title = bare["fc1.input"][2].removesuffix(".fc1")
+    assert re.fullmatch(r"Layer_\d+", title) and bare["fc2.input"][2] == f"{title}.fc2"
     assert dict(roles(LayerNormLinear(64, 48)))["input"][2].startswith("Layer_")
 
 
@@ -230,8 +230,8 @@ def test_the_factory_is_asked_once_per_slot() -> None:
             module(x).sum().backward()
             with torch.no_grad():
                 module(x)
-    named = module.get_quantizer_roles().values()
-    assert sorted(str(role) for role in roles) == sorted(str(role) for role in named)
+    declared_roles = module.get_quantizer_roles().values()
+    assert sorted(str(role) for role in roles) == sorted(str(role) for role in declared_roles)
 
 
 def test_unnamed_modules_round_with_seeds_of_their_own() -> None:

@@ -104,16 +104,16 @@ def test_nan_and_infinity_reach_no_more_than_shares_their_scale(name) -> None:
     clean = module(x)
     x[3, 5] = float("nan")
     y = module(x)
-    others = torch.arange(24) != 3
+    finite_rows = torch.arange(24) != 3
     assert not y[3].isfinite().any()
     if name == "nvfp4":
         assert not y.isfinite().any()
     else:
-        assert torch.isfinite(y[others]).all()
+        assert torch.isfinite(y[finite_rows]).all()
     if name in ("mxfp8", "fp8-current"):
-        assert torch.equal(y[others], clean[others])  # the NaN is ignored by every amax
+        assert torch.equal(y[finite_rows], clean[finite_rows])  # the NaN is ignored by every amax
     x[3, 5] = float("inf")
-    assert torch.isfinite(module(x)[others]).all() == (name in ("mxfp8", "fp8-delayed"))
+    assert torch.isfinite(module(x)[finite_rows]).all() == (name in ("mxfp8", "fp8-delayed"))
 
 
 @pytest.mark.parametrize(

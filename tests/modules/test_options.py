@@ -720,8 +720,8 @@ def test_tied_weights_get_both_gradients_and_stay_one_parameter(name, is_quantiz
     else:
         model(x).sum().backward()
         assert torch.isfinite(a.weight.grad).all()
-    again = copy.deepcopy(model)
-    assert again[0].weight is again[1].weight
+    copied = copy.deepcopy(model)
+    assert copied[0].weight is copied[1].weight
     for first in (True, False):
         assert torch.isfinite(b(a(x, is_first_microbatch=first), is_first_microbatch=first)).all()
 

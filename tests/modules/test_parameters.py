@@ -91,12 +91,12 @@ def test_any_order_of_training_and_evaluation_has_the_bits_of_plain_weights(name
     plain.duotone_seed.copy_(seed)
     layout = m.weight.get_usages(), m.weight.quantizer
     assert layout[0] == {"rowwise": True, "columnwise": True}
-    for i, what in enumerate(order):
+    for i, kind_of_step in enumerate(order):
         x, dy = torch.randn(16, K).bfloat16(), torch.randn(16, N).bfloat16()
         values = torch.randn(N, K).bfloat16()
         write(m, values, i % 4)
         plain.weight.data.copy_(values)
-        if what == "T":
+        if kind_of_step == "T":
             assert equal(step(m, x, dy), step(plain, x, dy))
         else:
             assert equal(evaluate(m, x, mode), evaluate(plain, x, mode))
@@ -499,28 +499,28 @@ def test_without_quantization_a_quantized_weight_computes_its_values_and_warns_o
 
 def test_boundary_roles_reach_the_factory_at_the_next_forward() -> None:
     """hybrid 77, 78: also after the first one; an equal role changes nothing."""
-    seen = []
+    asked_roles = []
 
     def factory(role):
-        seen.append(role)
+        asked_roles.append(role)
         return Quantizer(get("mxfp8_e4m3"), get("mxfp8_e4m3"))
 
     m, x = quantized(CustomRecipe(qfactory=factory)), torch.randn(4, K).bfloat16()
     m(x)
-    seen.clear()
+    asked_roles.clear()
     role = QuantizerRole("linear", "input", "next")
     m.output_quantizer_role = role
-    assert seen == []
+    assert asked_roles == []
     m(x)
     roles = [QuantizerRole("linear", kind, "body") for kind in ("input", "weight", "grad_output")]
-    assert seen == [roles[0], roles[1], role, roles[2], None]
-    seen.clear()
+    assert asked_roles == [roles[0], roles[1], role, roles[2], None]
+    asked_roles.clear()
     m.output_quantizer_role = QuantizerRole("linear", "input", "next")
     m(x)
-    assert seen == []
+    assert asked_roles == []
     m.grad_input_quantizer_role = QuantizerRole("linear", "grad_output", "previous")
     m(x)
-    assert seen[2:] == [role, roles[2], QuantizerRole("linear", "grad_output", "previous")]
+    assert asked_roles[2:] == [role, roles[2], QuantizerRole("linear", "grad_output", "previous")]
     assert m.get_quantizer_roles()["output"] == role
 
 

@@ -46,13 +46,13 @@ def test_a_linear_that_is_replaced_is_the_one_that_runs_and_learns(name) -> None
 def test_hooks_on_inner_linears_fire_and_change_no_bit(kind) -> None:
     mlp, moe = duotone.LayerNormMLP(32, 64), duotone.MoE(32, 64, 4)
     module = {"mlp": mlp, "moe": moe, "sequential": ops.Sequential(mlp)}[kind]
-    x, seen = torch.randn(8, 32, requires_grad=True), []
+    x, calls = torch.randn(8, 32, requires_grad=True), []
     want = module(x)
-    (moe if kind == "moe" else mlp).fc1.register_forward_hook(lambda m, a, y: seen.append("forward"))
-    (moe if kind == "moe" else mlp).fc2.register_full_backward_hook(lambda m, a, y: seen.append("backward"))
+    (moe if kind == "moe" else mlp).fc1.register_forward_hook(lambda m, a, y: calls.append("forward"))
+    (moe if kind == "moe" else mlp).fc2.register_full_backward_hook(lambda m, a, y: calls.append("backward"))
     y = module(x)
     y.sum().backward()
-    assert torch.equal(y, want) and seen == ["forward", "backward"]
+    assert torch.equal(y, want) and calls == ["forward", "backward"]
 
 
 def fused(**options) -> duotone.Linear:

@@ -123,9 +123,9 @@ def test_a_quantized_weight_under_a_checkpoint_changes_no_bit() -> None:
 def test_an_mlp_that_recomputes_itself_changes_no_bit_and_keeps_its_input_alone(name, options) -> None:
     """core 90, 6.3: two steps under regions that end before their backward."""
 
-    def steps(again: bool) -> tuple[list[Tensor], int]:
+    def steps(recomputes: bool) -> tuple[list[Tensor], int]:
         torch.manual_seed(3)
-        module = duotone.LayerNormMLP(32, 64, activation="swiglu", checkpoint=again, name="m", **options)
+        module = duotone.LayerNormMLP(32, 64, activation="swiglu", checkpoint=recomputes, name="m", **options)
         results: list[Tensor] = []
         sizes: list[int] = []
         for _ in range(2):

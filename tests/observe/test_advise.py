@@ -46,10 +46,10 @@ def test_the_errors_are_those_of_products_of_torchs_own_casts() -> None:
     weight = model[2].weight.detach()
     operands = {"input": (hidden, e4m3), "weight": (weight, e4m3), "grad_output": (gradient, e5m2)}
     pairs = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
-    turned = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
+    transposes = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
     for gemm, names in pairs.items():
         exact, cast = [], []
-        for name, is_turned in zip(names, turned[gemm], strict=True):
+        for name, is_turned in zip(names, transposes[gemm], strict=True):
             x, dtype = operands[name]
             exact.append(x.t() if is_turned else x)
             cast.append(in_fp8(exact[-1], dtype))
@@ -143,11 +143,11 @@ def test_the_rules_load_as_a_file_and_convert_the_model(tmp_path) -> None:
     advice = observe.advise(model, BATCH, square, size=(4096, 8192))
     path = tmp_path / "advised.toml"
     path.write_text(advice.toml)
-    loaded = recipes.load(str(path))
+    recipe = recipes.load(str(path))
     for name, site in (("0", duotone.recipes.roles.ANYWHERE), ("2", duotone.recipes.roles.ANYWHERE)):
         for role in (QuantizerRole("linear", tensor_type, name) for tensor_type in TENSOR_TYPES):
-            assert loaded.quantizer(role, site) == advice.recipe.quantizer(role, site)
-    duotone.convert(model, loaded, rules=())
+            assert recipe.quantizer(role, site) == advice.recipe.quantizer(role, site)
+    duotone.convert(model, recipe, rules=())
     square(model(BATCH)).backward()
     assert f'base = "{advice.base}"' in advice.toml and advice.toml in str(advice)
 

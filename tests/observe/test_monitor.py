@@ -130,12 +130,12 @@ def test_an_optimizer_counts_the_steps(tmp_path: Path) -> None:
 def test_rows_of_small_operands_agree_with_a_tap(recipe: str, tmp_path: Path) -> None:
     """Everything is sampled where an operand is small, and two microbatches are one row."""
     model, tap, statistics = mlp(recipe), observe.Tap(), StepStatistics()
-    loaded = recipes.load(recipe)
+    recipe_value = recipes.load(recipe)
     for sampler in (tap, statistics):
         torch.manual_seed(3)
         twin = copy.deepcopy(model)
         for _ in range(2):
-            with duotone.autocast(recipe=observe.with_statistics(loaded, sampler)):
+            with duotone.autocast(recipe=observe.with_statistics(recipe_value, sampler)):
                 y = twin(torch.randn(32, 64).to(BF16))
             y.square().mean().backward()
     rows, _ = statistics.send({}).read()

@@ -18,8 +18,8 @@ def test_the_monitor_of_the_page_writes_the_steps_that_it_says(tmp_path: Path, m
     exec(MONITOR, {})
     rows = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
     assert list(dict.fromkeys(row["step"] for row in rows)) == [1, 50, 100]
-    named = {key for line in PAGE.splitlines() if line.startswith("| `") for key in re.findall(r"`(\w+)`", line)}
-    assert {key for row in rows for key in row} <= named
+    documented = {key for line in PAGE.splitlines() if line.startswith("| `") for key in re.findall(r"`(\w+)`", line)}
+    assert {key for row in rows for key in row} <= documented
 
 
 def test_the_tap_of_the_page_prints_a_row_for_each_plane(capsys) -> None:
@@ -35,11 +35,11 @@ def test_the_table_of_the_page_names_every_key() -> None:
     store = observe.Tap()
     quantizer = observe.with_statistics(recipes.load("mxfp8"), store)(recipes.QuantizerRole("linear", "input", "a"))
     quantizer.encode(torch.ones(4, 32))
-    named = {key for line in PAGE.splitlines() if line.startswith("| `") for key in re.findall(r"`(\w+)`", line)}
-    assert set(store.rows()[0]) <= named
+    documented = {key for line in PAGE.splitlines() if line.startswith("| `") for key in re.findall(r"`(\w+)`", line)}
+    assert set(store.rows()[0]) <= documented
 
 
 def test_the_ledger_of_the_page_prints_what_it_says(capsys) -> None:
     exec(LEDGER, {})
-    (printed,) = (text for kind, text in BLOCKS if kind == "text")
-    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == printed.splitlines()
+    (output,) = (text for kind, text in BLOCKS if kind == "text")
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == output.splitlines()

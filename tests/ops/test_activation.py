@@ -132,19 +132,19 @@ def test_clamped_swiglu_takes_its_limit_and_slope(limit, alpha) -> None:
 
 
 def test_nothing_is_kept_without_a_gradient_and_only_the_input_with_one() -> None:
-    seen: list[Tensor] = []
+    saved: list[Tensor] = []
     x = torch.randn(4, 8)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t), t)[1], lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
         for cls in CLASSES.values():
             cls()(x)
             with torch.no_grad():
                 cls()(x.clone().requires_grad_())
-        assert not seen
+        assert not saved
         leaf = x.clone().requires_grad_()
         for cls in CLASSES.values():
             cls()(leaf)
-    assert len(seen) == 2 * len(CLASSES)  # for the backward, and for graphs of it
-    assert all(t.data_ptr() == leaf.data_ptr() and t.shape == leaf.shape for t in seen)
+    assert len(saved) == 2 * len(CLASSES)  # for the backward, and for graphs of it
+    assert all(t.data_ptr() == leaf.data_ptr() and t.shape == leaf.shape for t in saved)
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])

@@ -90,8 +90,8 @@ def test_it_is_a_container_like_torchs() -> None:
     model[1] = replaced = ops.SiLU()
     check([parts[0], replaced, *parts[2:]])
     assert list(model.state_dict()) == ["0.weight", "2.weight", "3.weight", "4.bias", "5.weight"]
-    named = ops.Sequential(OrderedDict(up=parts[0], act=parts[1]))
-    assert list(named.state_dict()) == ["up.weight"] and torch.equal(named(x), one_by_one(named, x))
+    by_name = ops.Sequential(OrderedDict(up=parts[0], act=parts[1]))
+    assert list(by_name.state_dict()) == ["up.weight"] and torch.equal(by_name(x), one_by_one(by_name, x))
     assert torch.equal(ops.Sequential()(x), x)
 
 

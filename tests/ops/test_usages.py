@@ -95,14 +95,14 @@ def test_any_order_of_train_and_eval_keeps_usages_and_has_the_bits_of_plain_weig
     plain = twin_of(m, kind, recipe)
     layouts = [(w.get_usages(), w.quantizer) for w in weights(m)]
     assert all(usages == {"rowwise": True, "columnwise": True} for usages, _ in layouts)
-    for i, what in enumerate(order):
+    for i, kind_of_step in enumerate(order):
         x = torch.randn(32, 64).to(DTYPE)
         for weight, other in zip(weights(m), weights(plain), strict=True):
             values = torch.randn(weight.shape).to(DTYPE) / 8
             write(weight, values, i % 4)
             other.data.copy_(values)
             assert equal(bits(weight), bits(weight.quantizer.quantize(values)))
-        if what == "T":
+        if kind_of_step == "T":
             assert equal(step(m, x), step(plain, x))
         else:
             with mode():
@@ -303,13 +303,13 @@ def test_each_op_saves_what_its_gradients_need_and_nothing_else(kind, override, 
     for w in weights(m):
         w.requires_grad_(needs[1])
     x = torch.randn(32, 64).to(DTYPE).requires_grad_(needs[0])
-    seen: list[tuple] = []
+    saved: list[tuple] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(
-        lambda t: (seen.append((tuple(t.shape), t.dtype)), t)[1], lambda t: t
+        lambda t: (saved.append((tuple(t.shape), t.dtype)), t)[1], lambda t: t
     )
     with hooks:
         call(m, x)
-    seen = [one for one in seen if one[0] != (0,)]  # the empty tensor of graphs of second derivatives
+    saved = [one for one in saved if one[0] != (0,)]  # the empty tensor of graphs of second derivatives
     high, codes = DTYPE, torch.uint8
 
     def plane(rows: int, cols: int) -> list[tuple]:
@@ -327,7 +327,7 @@ def test_each_op_saves_what_its_gradients_need_and_nothing_else(kind, override, 
         expected += plane(48, 64) if needs[0] else []
     if kind == "activation":
         expected += [((32, 48), high)] if any(needs) else []
-    assert seen == expected
+    assert saved == expected
 
 
 def test_a_frozen_expert_stops_no_other() -> None:

@@ -86,17 +86,17 @@ def test_the_first_moment_in_fp8_falls_without_gradients() -> None:
 
 @pytest.mark.parametrize("moments", DTYPES, ids=str)
 def test_resuming_and_numbers_of_the_device_have_the_same_bits(moments) -> None:
-    went = AdamW(parameters(), **RATES, moment_dtype=moments)
-    run(went, range(3))
-    saved, weights = copy.deepcopy(went.state_dict()), copy.deepcopy(went.param_groups[0]["params"])
-    run(went, range(3, 6))
+    uninterrupted = AdamW(parameters(), **RATES, moment_dtype=moments)
+    run(uninterrupted, range(3))
+    saved, weights = copy.deepcopy(uninterrupted.state_dict()), copy.deepcopy(uninterrupted.param_groups[0]["params"])
+    run(uninterrupted, range(3, 6))
     resumed = AdamW(weights)
     resumed.load_state_dict(saved)
     run(resumed, range(3, 6))
-    assert all_same(everything(went), everything(resumed))
+    assert all_same(everything(uninterrupted), everything(resumed))
     captured = AdamW(parameters(), **RATES, moment_dtype=moments, capturable=True)
     run(captured, range(6))
-    assert all_same(everything(went), everything(captured))
+    assert all_same(everything(uninterrupted), everything(captured))
     with mock.patch("duotone.optim.adamw.is_capturing", return_value=True):  # which refuses others
         run(captured, range(6, 7))
 

@@ -80,11 +80,11 @@ def test_the_master_starts_from_the_values_where_something_was_written_since() -
 def test_models_preserve_what_the_master_starts_from() -> None:
     init = duotone.quantized_model_init(recipe=recipes.load("mxfp8"), preserve_high_precision_init_val=True)
     with init:
-        built = duotone.Linear(32, 32, bias=False)
+        linear = duotone.Linear(32, 32, bias=False)
     converted = nn.Sequential(duotone.Linear(32, 32, bias=False))
     plain = converted[0].weight.detach().clone()
     duotone.convert_parameters(converted, recipes.load("mxfp8"), preserve=True)
-    for weight, want in ((built.weight, built.weight.get_high_precision_init_val()), (converted[0].weight, plain)):
+    for weight, want in ((linear.weight, linear.weight.get_high_precision_init_val()), (converted[0].weight, plain)):
         optimizer = AdamW([weight], lr=0.0)
         weight.grad = torch.zeros(32, 32)
         optimizer.step()
@@ -264,9 +264,9 @@ def test_state_is_stored_in_its_dtype_and_computed_in_fp32(masters, moments) -> 
             assert state["master"].dtype == masters
             rtol = 2**-7 if masters != torch.float32 else 2e-6
             torch.testing.assert_close(state["master"], reference.detach().to(masters), rtol=rtol, atol=1e-7)
-    again = AdamW([p], **options)
-    again.load_state_dict(optimizer.state_dict())
-    assert {name: value.dtype for name, value in again.state[p].items()} == {k: v.dtype for k, v in state.items()}
+    reloaded = AdamW([p], **options)
+    reloaded.load_state_dict(optimizer.state_dict())
+    assert {name: value.dtype for name, value in reloaded.state[p].items()} == {k: v.dtype for k, v in state.items()}
 
 
 @pytest.mark.parametrize("name", ["current", "row", "128x128", "mxfp8", "nvfp4_16x16"])

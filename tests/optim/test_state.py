@@ -42,19 +42,19 @@ def through_a_file(saved: object) -> object:
 
 
 def test_resuming_has_the_bits_of_going_on() -> None:
-    went = AdamW(parameters(), **RATES, master_weights=True)
+    uninterrupted = AdamW(parameters(), **RATES, master_weights=True)
     for seed in range(3):
-        step(went, seed)
-    saved = through_a_file(went.state_dict())
-    weights = copy.deepcopy(went.param_groups[0]["params"])
+        step(uninterrupted, seed)
+    saved = through_a_file(uninterrupted.state_dict())
+    weights = copy.deepcopy(uninterrupted.param_groups[0]["params"])
     for seed in range(3, 6):
-        step(went, seed)
+        step(uninterrupted, seed)
     resumed = AdamW(weights, lr=1.0)
     resumed.load_state_dict(saved)
     assert resumed.param_groups[0]["lr"] == RATES["lr"] and resumed.param_groups[0]["master_weights"]
     for seed in range(3, 6):
         step(resumed, seed)
-    assert all_same(everything(went), everything(resumed))
+    assert all_same(everything(uninterrupted), everything(resumed))
 
 
 def test_what_was_loaded_is_a_copy() -> None:
@@ -95,11 +95,11 @@ def test_a_checkpoint_of_torch_will_do() -> None:
         start = p.detach().float()
     step(optimizer, 1)
     oracle = nn.Parameter(start)
-    again = torch.optim.AdamW([oracle], **RATES)
-    again.load_state_dict(reference.state_dict())
-    again.param_groups[0]["fused"] = None
+    torch_optimizer = torch.optim.AdamW([oracle], **RATES)
+    torch_optimizer.load_state_dict(reference.state_dict())
+    torch_optimizer.param_groups[0]["fused"] = None
     oracle.grad = p.grad.float()
-    again.step()
+    torch_optimizer.step()
     torch.testing.assert_close(optimizer.state[p]["master"], oracle.detach(), rtol=2e-6, atol=1e-7)
 
 
@@ -176,11 +176,11 @@ def test_a_model_and_its_optimizer_resume() -> None:
     for _ in range(2):
         trained(model, optimizer, x)
     saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    went = [trained(model, optimizer, x) for _ in range(3)]
+    uninterrupted = [trained(model, optimizer, x) for _ in range(3)]
     other, resumed = built()
     other.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
-    assert [trained(other, resumed, x) for _ in range(3)] == went
+    assert [trained(other, resumed, x) for _ in range(3)] == uninterrupted
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ def accuracy(monkeypatch):
 def test_the_table_of_the_page_is_that_of_the_newest_record(accuracy) -> None:
     assert f"`bench/results/{RECORD.name}`" in PAGE
     assert "\n\n" + "\n".join(accuracy.table(RECORDS)) + "\n\n" in PAGE
-    measured = [(result["data"], result["recipe"]) for result in RECORDS]
-    assert measured == [(data, recipe) for data in accuracy.DATA for recipe in accuracy.RECIPES]
+    record_rows = [(result["data"], result["recipe"]) for result in RECORDS]
+    assert record_rows == [(data, recipe) for data in accuracy.DATA for recipe in accuracy.RECIPES]
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,8 @@ def test_the_record_is_what_the_code_gives(accuracy, recipe: str, data: str) -> 
 
 
 def test_square_blocks_cost_nothing_until_features_differ_by_orders_of_magnitude() -> None:
-    lost = {(result["recipe"], result["data"]): result["typical"]["dw"] for result in RECORDS}
+    errors = {(result["recipe"], result["data"]): result["typical"]["dw"] for result in RECORDS}
     plain, square = "fp8-block", "fp8-block, wgrad_input_128x128"
     for data in ("normal", "positive", "outliers x 100"):
-        assert lost[square, data] == pytest.approx(lost[plain, data], rel=1e-2)
-    assert 1.4 < lost[square, "outliers x 10000"] / lost[plain, "outliers x 10000"] < 1.6
+        assert errors[square, data] == pytest.approx(errors[plain, data], rel=1e-2)
+    assert 1.4 < errors[square, "outliers x 10000"] / errors[plain, "outliers x 10000"] < 1.6

@@ -109,10 +109,10 @@ def test_an_object_whose_formats_are_none_is_refused_with_its_slot() -> None:
 
 def test_a_boundary_slot_gets_none() -> None:
     """hybrid 77: the factory of a slot whose consumer is unknown sees None."""
-    seen = []
-    recipe = CustomRecipe(qfactory=lambda role: seen.append(role) or Quantizer())
+    asked_roles = []
+    recipe = CustomRecipe(qfactory=lambda role: asked_roles.append(role) or Quantizer())
     assert recipe.quantizer(None) == Quantizer() and recipe.quantizer(WEIGHT) == Quantizer()
-    assert seen == [None, WEIGHT]
+    assert asked_roles == [None, WEIGHT]
 
 
 @pytest.mark.parametrize(
@@ -161,10 +161,10 @@ def test_the_alignment_of_a_recipe_is_known_without_its_factory() -> None:
 
 
 def test_it_shows_its_factory_by_name_and_is_not_read_back() -> None:
-    shown = CustomRecipe(qfactory=never, quantization_alignment=64).to_dict()
-    assert shown["qfactory"].endswith("test_custom.never") and shown["quantization_alignment"] == 64
+    document = CustomRecipe(qfactory=never, quantization_alignment=64).to_dict()
+    assert document["qfactory"].endswith("test_custom.never") and document["quantization_alignment"] == 64
     with pytest.raises(RecipeError, match="a recipe of a function cannot be read back: make the CustomRecipe"):
-        recipes.from_dict(shown)
+        recipes.from_dict(document)
 
 
 def test_a_quantize_that_no_module_calls_is_an_error() -> None:

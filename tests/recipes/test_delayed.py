@@ -67,11 +67,11 @@ def test_wrong_parameters_are_refused_at_construction(make, fields, message):
 
 def test_functions_show_by_name_and_are_not_read_back():
     recipe = DelayedScaling(amax_compute_algo=newest, scaling_factor_compute_algo=half)
-    shown = recipe.to_dict()
-    assert shown["amax_compute_algo"].endswith("test_delayed.newest")
-    assert shown["scaling_factor_compute_algo"].endswith("test_delayed.half")
+    document = recipe.to_dict()
+    assert document["amax_compute_algo"].endswith("test_delayed.newest")
+    assert document["scaling_factor_compute_algo"].endswith("test_delayed.half")
     with pytest.raises(RecipeError, match="leave it out, or give a function, which only Python can") as raised:
-        recipes.from_dict(shown)
+        recipes.from_dict(document)
     assert "\n" not in str(raised.value)
     assert DelayedScaling(amax_compute_algo=max).to_dict()["amax_compute_algo"] == "builtins.max"
 

@@ -22,8 +22,8 @@ def test_recipes_are_values_and_survive_json_and_pickle(name: str) -> None:
     assert recipe.name == name
     assert recipe == recipes.load(name) and hash(recipe) == hash(recipes.load(name))
     assert pickle.loads(pickle.dumps(recipe)) == recipe
-    again = recipes.from_dict(json.loads(json.dumps(recipe.to_dict())))
-    assert again == recipe and [again(role) for role in ROLES] == [recipe(role) for role in ROLES]
+    reloaded = recipes.from_dict(json.loads(json.dumps(recipe.to_dict())))
+    assert reloaded == recipe and [reloaded(role) for role in ROLES] == [recipe(role) for role in ROLES]
 
 
 @pytest.mark.parametrize(
@@ -269,8 +269,8 @@ def test_a_recipe_goes_to_json_and_toml_and_comes_back_as_it_was(make, tmp_path:
     (tmp_path / "a.json").write_text(json.dumps(recipe.to_dict()))
     (tmp_path / "a.toml").write_text(recipes.dumps(recipe))
     for path in ("a.json", "a.toml"):
-        again = recipes.load(str(tmp_path / path))
-        assert again == recipe and hash(again) == hash(recipe) and again.key == recipe.key
+        reloaded = recipes.load(str(tmp_path / path))
+        assert reloaded == recipe and hash(reloaded) == hash(recipe) and reloaded.key == recipe.key
     assert pickle.loads(pickle.dumps(recipe)) == recipe
 
 
@@ -335,8 +335,8 @@ def test_a_recipe_whose_fields_changed_has_another_name_than_the_built_in() -> N
     assert replace(plain, backward_override="high_precision").name == "fp8-current (backward_override = high_precision)"
     both = recipes.DelayedScaling(amax_history_len=4, evaluation=recipes.load("bf16"))
     assert both.name == "fp8-delayed (evaluation = bf16, amax_history_len = 4)"
-    named = {recipes.load(name).name for name in recipes.names()}
-    assert named == set(recipes.names())
+    built_in_names = {recipes.load(name).name for name in recipes.names()}
+    assert built_in_names == set(recipes.names())
 
 
 @pytest.mark.parametrize("argument", [None, 3, ["mxfp8"]])

@@ -32,9 +32,9 @@ def test_the_code_of_the_page_runs(capsys) -> None:
 
 def test_the_tables_name_every_key_recipe_and_factory() -> None:
     rows = "\n".join(line for line in PAGE.splitlines() if line.startswith("|"))
-    named = set(re.findall(r"`([\w-]+)`", rows))
-    assert {field.name for field in fields(recipes.Rule)} - {"columnwise_source"} <= named
-    assert {field.name for field in fields(Recipe)} <= named
-    assert {factory.__name__ for factory in recipes.zoo.RECIPES.values()} | set(recipes.zoo.RECIPES) <= named
+    documented = set(re.findall(r"`([\w-]+)`", rows))
+    assert {field.name for field in fields(recipes.Rule)} - {"columnwise_source"} <= documented
+    assert {field.name for field in fields(Recipe)} <= documented
+    assert {factory.__name__ for factory in recipes.zoo.RECIPES.values()} | set(recipes.zoo.RECIPES) <= documented
     for recipe in (recipe for kind, recipe in BUILTIN.items() if kind != "fp8-delayed"):
-        assert {recipe.__name__, *(field.name for field in fields(recipe))} <= named
+        assert {recipe.__name__, *(field.name for field in fields(recipe))} <= documented

@@ -136,8 +136,8 @@ def test_planes_are_written_without_a_second_rounding(fmt: str, scheme: str, tmp
     tensors = duotone.load(tmp_path / "x")
     for name, weight in model.named_parameters():
         values = weight.dequantize() if isinstance(weight, duotone.QuantizedTensor) else weight.bfloat16()
-        again = tensors[name]
-        assert torch.equal(again.dequantize(torch.float32) if hasattr(again, "planes") else again, values), name
+        stored = tensors[name]
+        assert torch.equal(stored.dequantize(torch.float32) if hasattr(stored, "planes") else stored, values), name
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
@@ -175,10 +175,10 @@ def test_planes_of_fused_linears_are_refused_encoded_from_masters_or_encoded_twi
     with pytest.raises(duotone.UserError, match=r"^layers.0.q_proj shares its global scale .* masters= [^\n]*$"):
         export(model, tmp_path / "x", "NVFP4A16")
     assert not (tmp_path / "x").exists()
-    again = export(model, tmp_path / "x", "NVFP4A16", allow_requantize=True)
-    sources = {row.weight.rpartition(".")[2]: (row.source, row.error) for row in again.rows}
+    report = export(model, tmp_path / "x", "NVFP4A16", allow_requantize=True)
+    sources = {row.weight.rpartition(".")[2]: (row.source, row.error) for row in report.rows}
     assert sources["down_proj"] == ("planes", 0.0) and sources["o_proj"] == ("planes", 0.0)
-    assert sources["q_proj"][0] == "re-encoded" and "re-encoded" in str(again)
+    assert sources["q_proj"][0] == "re-encoded" and "re-encoded" in str(report)
     masters = {f"{name}.weight": module.weight for name, module in toy().named_modules() if "_proj" in name}
     exact = export(model, tmp_path / "y", "NVFP4A16", masters=masters)
     assert {row.source for row in exact.rows} == {"planes", "encoded"}

@@ -21,8 +21,8 @@ def export(model, path, scheme="MXFP8", **options):
 def test_an_export_of_what_was_loaded_is_the_same_file(scheme: str, tmp_path) -> None:
     model = toy()
     export(model, tmp_path / "x", scheme)
-    again = duotone.load(tmp_path / "x", toy())
-    report = duotone.export(again, tmp_path / "y", scheme=scheme, calibrate=lambda: again(TOKENS))
+    reloaded = duotone.load(tmp_path / "x", toy())
+    report = duotone.export(reloaded, tmp_path / "y", scheme=scheme, calibrate=lambda: reloaded(TOKENS))
     assert {row.source for row in report.rows} <= {"planes"}
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in "xy")
     assert first.keys() == second.keys()
@@ -49,14 +49,14 @@ def test_a_loaded_model_computes_with_the_planes(tmp_path) -> None:
         empty = toy()
     duotone.convert(empty, "mxfp8").eval()
     with torch.no_grad():
-        again = duotone.load(tmp_path / "x", empty)
-        assert all(not p.is_meta for p in again.parameters())
-        assert isinstance(again.layers[0].q_proj.weight, duotone.QuantizedTensor)
+        reloaded = duotone.load(tmp_path / "x", empty)
+        assert all(not p.is_meta for p in reloaded.parameters())
+        assert isinstance(reloaded.layers[0].q_proj.weight, duotone.QuantizedTensor)
         rounded = duotone.convert(toy().bfloat16().float(), "mxfp8").eval()
         rounded.load_state_dict(
-            {n: w.dequantize() if hasattr(w, "planes") else w for n, w in again.state_dict().items()}
+            {n: w.dequantize() if hasattr(w, "planes") else w for n, w in reloaded.state_dict().items()}
         )
-        assert torch.equal(again(TOKENS), rounded(TOKENS))
+        assert torch.equal(reloaded(TOKENS), rounded(TOKENS))
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4-1d-weight", "fp8-rowwise"])

@@ -27,8 +27,8 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 def test_the_package_reads_what_we_write(tmp_path) -> None:
     values = tensors()
     write(tmp_path / "a", values)
-    loaded = load_file(tmp_path / "a")
-    assert loaded.keys() == values.keys() and all(same(loaded[name], value) for name, value in values.items())
+    by_package = load_file(tmp_path / "a")
+    assert by_package.keys() == values.keys() and all(same(by_package[name], value) for name, value in values.items())
 
 
 def test_we_read_what_the_package_writes(tmp_path) -> None:

@@ -663,10 +663,10 @@ def test_delayed_scaling_in_a_single_direction(kind, direction) -> None:
         m(x(scale=3.0)).square().sum().backward()
     base = {"input": 0, "weight": 2, "grad_output": 0}[kind]
     scales = torch.cat([m[0].duotone_forward.scale, m[0].duotone_backward.scale])
-    moved = {i for i, s in enumerate(scales.tolist()) if s != 1}
+    rolled_slots = {i for i, s in enumerate(scales.tolist()) if s != 1}
     offset = base + (4 if kind == "grad_output" else 0)
     expected = {"row": {offset}, "col": {offset + 1}, "both": {offset, offset + 1}}[direction]
-    assert moved == expected
+    assert rolled_slots == expected
     if direction == "both":
         row, col = (scales[i] for i in sorted(expected))
         assert torch.allclose(col / row, torch.tensor(57344 / 448))

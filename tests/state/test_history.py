@@ -120,8 +120,8 @@ ALGORITHMS = {"max": "max", "most_recent": "most_recent", "callable": (second_la
 @pytest.mark.parametrize("margin", [0, 2, -3])
 def test_scales_histories_and_codes_follow_the_reference(element, algorithm, length, margin) -> None:
     """core 70: 24 steps of zeros, infinities, NaN and tiny values; slot 1 is skipped at times, slot 2 never used."""
-    chosen = ALGORITHMS[algorithm]
-    compute_algo, of_reference = chosen if isinstance(chosen, tuple) else (chosen, chosen)
+    rule = ALGORITHMS[algorithm]
+    compute_algo, of_reference = rule if isinstance(rule, tuple) else (rule, rule)
     parameters = History(margin, length, compute_algo, **AS_TE)
     state = DelayedState(3, parameters)
     fmt = get(f"fp8_{element}_delayed")

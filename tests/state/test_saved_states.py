@@ -237,10 +237,10 @@ def test_a_copy_between_a_write_and_a_backward_continues_bit_for_bit(recipe, in_
         with duotone.autocast(recipe=recipe) if in_region else nullcontext():
             y = model(x)
         y.square().sum().backward()
-        rolled = duotone.recipe_state(model)
+        states = duotone.recipe_state(model)
         with torch.no_grad():
             model[0].weight.copy_(write)  # type: ignore[index]
-        return {**rolled, **duotone.rng_state(model), "weight": model[0].weight.dequantize()}  # type: ignore[index]
+        return {**states, **duotone.rng_state(model), "weight": model[0].weight.dequantize()}  # type: ignore[index]
 
     for _ in range(3):
         step(model, torch.randn(32, 32, generator=draws))

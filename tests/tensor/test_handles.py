@@ -297,11 +297,11 @@ def test_update_refreshes_what_is_asked_and_held(q, usage) -> None:
     assert handle.update_quantized(y, t) is t
     assert t.planes.rowwise is row and t.planes.columnwise is col
     fresh = snapshot(q.quantize(y))
-    now = snapshot(t)
+    updated = snapshot(t)
     # Planes that are one memory are written together.
     wrote = [usage.rowwise or (aliased and usage.columnwise), usage.columnwise or (aliased and usage.rowwise)]
     for i in range(2):
-        assert same_parts((now[i], None), ((fresh if wrote[i] else before)[i], None))
+        assert same_parts((updated[i], None), ((fresh if wrote[i] else before)[i], None))
 
 
 @pytest.mark.parametrize(

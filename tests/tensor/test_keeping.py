@@ -212,8 +212,8 @@ def test_prepare_and_restore(q, usage) -> None:
     assert t.planes == (None, None) and t.shape == (32, 64) and "no planes" in repr(t)
     assert same_parts(snapshot(copied), saved)
     other = torch.ones(1)
-    left = restore_from_saved(t, [*tensors, other])
-    assert len(left) == 1 and left[0] is other and same_parts(snapshot(t), saved)
+    remaining = restore_from_saved(t, [*tensors, other])
+    assert len(remaining) == 1 and remaining[0] is other and same_parts(snapshot(t), saved)
     assert t.planes.aliased == copied.planes.aliased
 
 

@@ -40,9 +40,9 @@ def test_a_state_dict_follows_later_writes_as_a_plain_one_does(tmp_path) -> None
 
 def test_a_copy_of_an_entry_has_an_address_too() -> None:
     entry = quantized().state_dict()["weight"]
-    moved = entry.to("cpu", copy=True)
-    assert moved.data_ptr() not in (0, entry.data_ptr())
-    assert moved.untyped_storage().nbytes() == 4 * 64 * 32
+    copied = entry.to("cpu", copy=True)
+    assert copied.data_ptr() not in (0, entry.data_ptr())
+    assert copied.untyped_storage().nbytes() == 4 * 64 * 32
 
 
 def test_a_parameter_has_no_address_for_others_to_write_to() -> None:

@@ -257,9 +257,9 @@ def test_a_move_keeps_bytes_and_another_dtype_gives_a_plain_tensor(q, usage) -> 
     """core 37; hybrid 35: a move keeps class, formats and bytes; another dtype gives a plain tensor."""
     t = q.quantize(torch.randn(32, 64).bfloat16(), usage=usage)
     assert t.cpu() is t and t.to(torch.bfloat16) is t and t.contiguous() is t
-    moved = t.to("cpu", copy=True)
-    assert same(moved, t) and not set(addresses(moved)) & set(addresses(t))
-    assert moved.planes.aliased == t.planes.aliased
+    copied = t.to("cpu", copy=True)
+    assert same(copied, t) and not set(addresses(copied)) & set(addresses(t))
+    assert copied.planes.aliased == t.planes.aliased
     on_meta = t.to("meta")
     assert isinstance(on_meta, QuantizedTensor) and on_meta.device.type == "meta"
     assert on_meta.__tensor_flatten__()[0] == t.__tensor_flatten__()[0]

@@ -16,10 +16,10 @@ def test_shards_put_together_are_the_whole(name) -> None:
     shards = [t[:128], t[128:]]
     results = []
     for side, dim in ((0, 0), (1, 1)):
-        sent = [to_wire(shard.planes[side], dim) for shard in shards]
-        for part in (p for parts in sent for p in parts):
+        wire_shards = [to_wire(shard.planes[side], dim) for shard in shards]
+        for part in (p for parts in wire_shards for p in parts):
             assert part.is_contiguous() and part.dtype in (torch.uint8, torch.float32, torch.bfloat16)
-        gathered = [torch.cat(parts) for parts in zip(*sent, strict=True)]
+        gathered = [torch.cat(parts) for parts in zip(*wire_shards, strict=True)]
         results.append(from_wire(shards[0].planes[side], dim, gathered, 2))
     whole = Planes(*results)
     assert same_parts(

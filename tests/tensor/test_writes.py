@@ -339,8 +339,10 @@ def test_an_optimizer_step() -> None:
 
 def test_an_optimizer_writes_long_lists_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """issue 18: no copy of all weights in high precision at once, and the bits of one that is written whole."""
-    written: list[int] = []
-    monkeypatch.setattr(writes, "write_all", lambda all, write=writes.write_all: (written.append(len(all)), write(all)))
+    part_sizes: list[int] = []
+    monkeypatch.setattr(
+        writes, "write_all", lambda all, write=writes.write_all: (part_sizes.append(len(all)), write(all))
+    )
     for options in ({"foreach": True}, {"fused": True}):
         results = []
         for at_once in (writes.AT_ONCE, 2 * X.numel()):
@@ -353,7 +355,7 @@ def test_an_optimizer_writes_long_lists_in_parts(monkeypatch: pytest.MonkeyPatch
             optimizer.step()
             optimizer.step()
             results.append(parameters)
-            most, written[:] = max(written), []
+            most, part_sizes[:] = max(part_sizes), []
             assert most == (5 if at_once > 2 * X.numel() else 2), options
         for result, want in zip(*results, strict=True):
             assert torch.equal(plain(result.detach()), plain(want.detach())), options
