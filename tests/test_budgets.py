@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40524
+LIBRARY_LINES = 40537
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -31,7 +31,7 @@ BUDGETS = {
     "comm": (202, 1, 1),
     "compat": (2535, 7, 0),
     "conversion": (2745, 5, 0),
-    "dispatch": (3602, 1, 0),
+    "dispatch": (3615, 1, 0),
     "distributed": (475, 3, 0),
     "formats": (1517, 0, 0),
     "integrations": (776, 11, 0),

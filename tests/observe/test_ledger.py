@@ -1,16 +1,20 @@
 """The ledger: bytes of every module, and a peak whose prediction and measurement agree."""
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import duotone
-from duotone import observe, ops, recipes
+from duotone import QuantizeContext, Quantizer, formats, observe, ops, recipes
+from duotone.dispatch import casts
 from duotone.observe.memory_ledger import module_rows
+from duotone.observe.storages import LiveStorages
 from duotone.state.delayed import DelayedState
 
 BF16 = torch.bfloat16
@@ -269,8 +273,36 @@ def test_a_zero_size_batch_has_a_ledger() -> None:
     assert saved(m, x) == 64 * 64 + 64 * 2
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("fp8_e4m3_tensor", "fp8_e5m2_tensor"),
+        ("mxfp8_e4m3", "mxfp8_e4m3"),
+        ("nvfp4", "nvfp4_rht_sr"),
+        ("fp8_e4m3_128x128", "fp8_e4m3_1x128"),
+    ],
+)
+def test_on_cuda_a_prediction_counts_what_a_cast_kernel_allocates(
+    names: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel writes parts alone. Stages in plain torch need several times as much, such as fp32 copies."""
+    monkeypatch.setattr(casts, "runs_kernels", lambda index: index >= 0)
+    row, col = map(formats.get, names)
+    specs = [*row.parts(256, 512).values(), *col.parts(512, 256).values()]
+    with FakeTensorMode():
+        x = torch.empty(256, 512, device="cuda", dtype=BF16)
+        ctx = QuantizeContext(
+            seed=torch.empty(1, dtype=torch.int64, device="cuda"), traces_kernel=True, traced_formats=names
+        )
+        with LiveStorages([x]) as live:
+            before = live.live
+            planes = Quantizer(row, col).encode(x, ctx=ctx)
+            assert live.peak - before == sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+            assert planes.rowwise is not None and planes.columnwise is not None
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: run pytest tests/observe on one")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "fp8-block", "fp8-delayed"])
 def test_on_cuda_the_prediction_agrees_with_the_allocator(name: str) -> None:
     # Without a bias: the sum that is its gradient takes memory of its own there, which is the peak of native products.
     m = converted(name, nn.Linear(2048, 2048, bias=False)).cuda()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from duotone.dispatch.target import Target, runs_kernels
 from duotone.formats import ROW, TENSOR, Block, Epilogue, Format, Parts, ScaleCodec, hadamard
@@ -101,8 +102,12 @@ def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tens
         entry = _DECODERS[key] = (fmt, _decoder(fmt, dtype))
     spec, codes = entry[1], parts["codes"]
     codes = codes.view(torch.uint8) if codes.dtype in FP8_DTYPES else codes
-    if spec is None or not _is_real(codes) or not runs_kernels(codes.get_device()):
+    if spec is None or not runs_kernels(codes.get_device()):
         return None
+    if not _is_real(codes):
+        rows, width = codes.shape
+        shape = rows, width if isinstance(spec, tuple) else 2 * width
+        return codes.new_empty(shape, dtype=dtype) if is_predicted(codes) else None
     if not isinstance(spec, tuple):
         from duotone.kernels.decode_nvfp4 import decode as decode_two_level
 
@@ -152,6 +157,12 @@ def has_kernels(x: Tensor) -> bool:
 def _is_real(x: Tensor) -> bool:
     """Whether kernels can be launched on the addresses of a CUDA tensor."""
     return type(x) in PLAIN_TYPES and x.numel() > 0 and not torch.compiler.is_dynamo_compiling()
+
+
+def is_predicted(x: Tensor) -> bool:
+    """Whether a prediction of memory calls, outside of compilers: kernels allocate results and are not launched."""
+    is_traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    return isinstance(x, FakeTensor) and not is_traced
 
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duotone.dispatch.casts import DTYPES, PLAIN_TYPES, decoded, has_kernels, is_two_level
+from duotone.dispatch.casts import DTYPES, PLAIN_TYPES, decoded, has_kernels, is_predicted, is_two_level
 from duotone.dispatch.format_nodes import in_trace
 from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
 from duotone.dispatch.stages import stages_for
@@ -146,6 +146,8 @@ class Fp32Epilogue(GemmRule):
             return _as_op(a, b, out_dtype, bias)
         left, right = factors(a), factors(b)
         y = mm_fp32(*_same_length(left.values, right.values))
+        if y.is_cuda and is_predicted(y) and decodes_in_kernels(y.get_device()):
+            return torch.empty_like(y, dtype=out_dtype)
         if y.is_cuda and has_kernels(y) and out_dtype in DTYPES:
             return self._in_one_kernel(y, left, right, bias, torch.empty_like(y, dtype=out_dtype), False)
         return finish(scaled(y, left, right), out_dtype, bias)

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from duotone.comm import all_gather
 from duotone.dispatch.cast_ops import named_parts
-from duotone.dispatch.casts import contiguous, decoded, one_read
+from duotone.dispatch.casts import contiguous, decoded, is_predicted, one_read
 from duotone.dispatch.format_nodes import in_trace
 from duotone.dispatch.stages import stages_for
 from duotone.errors import MissingPlaneError
@@ -195,7 +195,7 @@ def encode_once(
         return None
     cast = one_read(row, col, x, ctx.propagate)
     if cast is None:
-        return None
+        return _encode_traced(row, col, x, slot, ctx, None) if producer is None and is_predicted(x) else None
     seed = _seed(row, col, x, ctx) if cast.is_random else ()
     if seed is None:
         return None
@@ -251,7 +251,7 @@ def _encode_traced(
     ctx: QuantizeContext,
     producer: "TracedProducer | None",
 ) -> Planes | None:
-    """`encode_once` as one opaque op of the graph."""
+    """`encode_once` as one opaque op, of a graph or of a prediction."""
     seed = _seed(row, col, x, ctx)
     alone = row if col is None else col if row is None else None
     has_kernel = ctx.traces_kernel if alone is None else alone.name in ctx.traced_formats
