@@ -276,8 +276,13 @@ def test_batches_and_sequences_of_nothing_give_nothing() -> None:
         ({"window_size": (2, 1)}, "window_size is (2, 1); give (left, 0)"),
         ({"window_size": (-2, 0)}, "window_size is (-2, 0)"),
         ({"window_size": (3.5, 0)}, "window_size is (3.5, 0)"),
-        ({"num_attention_heads": 0}, "does not divide num_attention_heads 0"),
-        ({"num_gqa_groups": -2}, "num_gqa_groups -2 does not divide"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; give an integer of at least 1"),
+        ({"num_attention_heads": 4.0}, "num_attention_heads is 4.0; give an integer"),
+        ({"num_gqa_groups": -2}, "num_gqa_groups is -2; give an integer of at least 1"),
+        ({"kv_channels": 0}, "kv_channels is 0; give an integer of at least 1"),
+        ({"kv_channels": (8, -8)}, "kv_channels is -8; give an integer of at least 1"),
+        ({"kv_channels": (8,)}, "kv_channels is (8,); give the width of a head"),
+        ({"softmax_scale": float("nan")}, "softmax_scale is nan; give a finite number, or None"),
     ],
 )
 def test_a_wrong_argument_is_one_line(options, message) -> None:

@@ -92,3 +92,7 @@ def test_bad_input_is_refused_in_one_line_and_changes_nothing() -> None:
             KVCache(1, 4, 2, 16, format=name)
     with pytest.raises(UserError, match=r"a floating dtype; got torch\.int32"):
         KVCache(1, 4, 2, 16, dtype=torch.int32)
+    with pytest.raises(UserError, match="length is -1; give an integer of at least 0"):
+        KVCache(1, -1, 2, 16)
+    with pytest.raises(UserError, match=r"width is 16\.5; give an integer of at least 1"):
+        KVCache(1, 4, 2, 16.5)

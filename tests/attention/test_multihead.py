@@ -288,7 +288,10 @@ def test_is_first_microbatch_reaches_both_linears() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_gqa_groups": 3}, "4 heads, 3 groups and 1 ranks do not divide"),
+        ({"num_gqa_groups": 3}, "num_gqa_groups 3 does not divide num_attention_heads 4"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; give an integer of at least 1"),
+        ({"num_attention_heads": 4.0}, "num_attention_heads is 4.0; give an integer of at least 1"),
+        ({"kv_channels": 0}, "kv_channels is 0; give an integer of at least 1"),
         ({"hidden_size": 30}, "hidden_size 30 does not divide over 4 heads"),
         ({"attention_type": "both"}, "'both' is unknown; allowed are 'self' and 'cross'"),
         ({"qk_norm_type": "GroupNorm"}, "qk_norm_type 'GroupNorm' is unknown"),

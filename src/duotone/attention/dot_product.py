@@ -1,12 +1,13 @@
 """DotProductAttention: softmax(Q K^T) V, by torch's own kernels or in the formats of the roles of attention."""
 
+import math
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from duotone.attention.heads import check_layout, from_heads, share_of, to_heads, token_axis
+from duotone.attention.heads import channels_of, check_layout, from_heads, groups_of, share_of, to_heads, token_axis
 from duotone.attention.kv_cache import KVCache
 from duotone.attention.low_precision import Alike, LowPrecision, traced_pick
 from duotone.attention.masks import Masking, MaskType, Window, mask_type, seen_by, window_of
@@ -73,15 +74,14 @@ class DotProductAttention(BoundaryRoles, FollowsRecipes):
         recipe: RecipeLike | None = None,
     ) -> None:
         super().__init__()
-        groups = num_gqa_groups or num_attention_heads
-        if groups < 1 or num_attention_heads % groups:
-            raise UserError(f"num_gqa_groups {groups} does not divide num_attention_heads {num_attention_heads}")
+        groups, channels = groups_of(num_attention_heads, num_gqa_groups), channels_of(kv_channels)
+        if softmax_scale is not None and not math.isfinite(softmax_scale):
+            raise UserError(f"softmax_scale is {softmax_scale}; give a finite number, or None for 1/sqrt(width)")
         if not 0 <= attention_dropout < 1:
             raise UserError(f"attention_dropout is {attention_dropout}; give a probability from 0 to below 1")
         window_of(mask_type(attn_mask_type), window_size)
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
-        self.channels = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
-        self.attention_dropout, self.softmax_scale = attention_dropout, softmax_scale
+        self.channels, self.attention_dropout, self.softmax_scale = channels, attention_dropout, softmax_scale
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.qkv_format = check_layout(qkv_format)
         self.recipe = as_recipe(type(self).__name__, recipe or HIGH_PRECISION)

@@ -1,6 +1,7 @@
 """Heads: the letters for their axes, heads in the output of a projection, and their norms."""
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +35,32 @@ def from_heads(x: Tensor, name: str) -> Tensor:
     axes = (2, 0, 1, 3) if name == "sbhd" else (0, 2, 1, 3)
     flat = x.permute(axes).flatten(2)
     return flat[0] if name == "thd" else flat
+
+
+def require_sizes(least: int = 1, **sizes: object) -> None:
+    """UserError unless each size is an integer of at least `least`."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, Integral) or int(size) < least:
+            raise UserError(f"{name} is {size!r}; give an integer of at least {least}")
+
+
+def groups_of(heads: int, groups: int | None) -> int:
+    """The number of heads of keys, that of all heads if `groups` is None. UserError if groups do not divide heads."""
+    require_sizes(num_attention_heads=heads, num_gqa_groups=heads if groups is None else groups)
+    groups = heads if groups is None else groups
+    if heads % groups:
+        raise UserError(f"num_gqa_groups {groups} does not divide num_attention_heads {heads}")
+    return groups
+
+
+def channels_of(widths: int | tuple[int, int]) -> tuple[int, int]:
+    """The width of heads of query and key, and that of heads of values. UserError for other values."""
+    pair = widths if isinstance(widths, tuple) else (widths, widths)
+    if len(pair) != 2:
+        raise UserError(f"kv_channels is {widths}; give the width of a head, or (of query and key, of value)")
+    require_sizes(kv_channels=pair[0])
+    require_sizes(kv_channels=pair[1])
+    return pair
 
 
 def share_of(count: int, groups: int, heads: int) -> tuple[int, int]:
@@ -94,6 +121,7 @@ class Heads:
 
 def head_width(hidden_size: int, heads: int) -> int:
     """The width of a head. UserError if `hidden_size` is no multiple of `heads`."""
+    require_sizes(hidden_size=hidden_size, num_attention_heads=heads)
     if hidden_size % heads:
         raise UserError(
             f"hidden_size {hidden_size} does not divide over {heads} heads; change them or give kv_channels"

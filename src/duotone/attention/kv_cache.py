@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from duotone import formats
-from duotone.attention.heads import token_axis
+from duotone.attention.heads import require_sizes, token_axis
 from duotone.errors import UserError
 from duotone.formats import Format
 from duotone.formats.format import require_dense
@@ -16,7 +16,7 @@ class KVCache:
     """Room for `length` tokens of `batch` sequences with `groups` heads of keys and values, each `width` wide.
 
     `format` is the name of a format whose scales belong to one row, so that later tokens change no code of earlier
-    ones. `dtype` is the dtype of the returned keys and values. UserError for other formats.
+    ones. `dtype` is the dtype of the returned keys and values. UserError for other formats, and for impossible sizes.
     """
 
     def __init__(
@@ -32,6 +32,8 @@ class KVCache:
     ) -> None:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise UserError(f"a KVCache returns a floating dtype; got {dtype!r}: try torch.bfloat16")
+        require_sizes(0, batch=batch, length=length)
+        require_sizes(groups=groups, width=width)
         fmt = formats.get(format)
         if fmt.alignment[0] != 1 or fmt.spans_rows or fmt.is_stochastic:
             raise UserError(f"a KVCache takes formats whose scales belong to one row; got {format}: try fp8_e4m3_row")
