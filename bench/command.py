@@ -49,7 +49,7 @@ def command(subject: Subject) -> click.Command:
 
 def _defaults(subject: Subject) -> str:
     shapes = {device: " ".join(map(written, sizes)) for device, sizes in subject.shapes.items()}
-    return f"Shapes are {'x'.join(subject.dims)}; unless given, {shapes['cuda']} on CUDA and {shapes['cpu']} on a CPU."
+    return f"Shapes are {'x'.join(subject.dims)}. Default: {shapes['cuda']} on CUDA, {shapes['cpu']} on a CPU."
 
 
 def _options(subject: Subject) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -57,7 +57,7 @@ def _options(subject: Subject) -> Callable[[Callable[..., Any]], Callable[..., A
     options = [
         click.option("--shape", "shapes", cls=ListOption, metavar="x".join(subject.dims), help="May be repeated."),
         click.option(
-            "--recipe", "recipes", cls=ListOption, metavar="NAME|FILE", help=f"May be repeated; {names} unless given."
+            "--recipe", "recipes", cls=ListOption, metavar="NAME|FILE", help=f"May be repeated. Default: {names}."
         ),
         *_own_options(subject.name),
         click.option("--turns", type=click.IntRange(min=1), default=6, help="Of each candidate; 6."),
@@ -67,7 +67,7 @@ def _options(subject: Subject) -> Callable[[Callable[..., Any]], Callable[..., A
         click.option(
             "--only", multiple=True, metavar="TEXT", help="Only candidates with this in their name; may be repeated."
         ),
-        click.option("--device", metavar="cpu|cuda", help="cuda where there is one, else cpu."),
+        click.option("--device", metavar="cpu|cuda", help="Default: cuda if there is a GPU, cpu otherwise."),
         click.option("--out", metavar="FILE", help="Append one JSON object per candidate and shape."),
     ]
 
@@ -85,7 +85,7 @@ def _own_options(name: str) -> list[Callable[..., Any]]:
     splits = click.option("--device-splits", is_flag=True, help="Each recipe also with the rows as a device tensor.")
     tensor = click.option("--tensor", type=click.Choice(TENSORS), default="input", help="Whose formats; input.")
     sequence = click.option("--sequence", type=click.IntRange(min=1), default=2048, help="Tokens of one; 2048.")
-    vocabulary = click.option("--vocabulary", type=click.IntRange(min=2), default=32768, help="32768 unless given.")
+    vocabulary = click.option("--vocabulary", type=click.IntRange(min=2), default=32768, help="Default: 32768.")
     extra = {
         "grouped": [cached, compiled, splits],
         "cast": [tensor],

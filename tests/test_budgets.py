@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 40569
-TOOL_LINES = 7962
+TOOL_LINES = 7963
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -27,7 +27,7 @@ BENCH = TESTS.parent / "bench"
 
 BUDGETS = {
     "attention": (3009, 20, 0),
-    "cli": (1547, 2, 0),
+    "cli": (1548, 2, 0),
     "comm": (202, 1, 1),
     "compat": (2535, 7, 0),
     "conversion": (2745, 5, 0),

@@ -18,7 +18,7 @@ from duotone.observe.candidates import UNIFORM
     "--recipes",
     cls=options.ListOption,
     metavar="NAME|FILE...",
-    help=f"Recipes whose formats are tried; {' '.join(UNIFORM)} unless given.",
+    help=f"Recipes whose formats are tried. Default: {' '.join(UNIFORM)}.",
 )
 @options.size
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of the weights and the batch; 0.")

@@ -62,14 +62,17 @@ preset = click.option("--preset", metavar="NAME", help=f"Sizes of model and batc
 model = click.option(
     "--model",
     metavar="NAME|hf:PATH_OR_CLASS",
-    help=f"What to train: {', '.join(MODELS)}, or a model of transformers by folder or class; {DEFAULT} unless given.",
+    help=f"What to train: {', '.join(MODELS)}, or a model of transformers by folder or class. Default: {DEFAULT}.",
 )
-device = click.option("--device", metavar="cpu|cuda", help="Where to train; cpu unless given.")
+device = click.option("--device", metavar="cpu|cuda", help="Where to train. Default: cpu.")
 strict = click.option(
     "--strict", is_flag=True, help="Fail before the first step where a product would stay in high precision unasked."
 )
 data = click.option(
-    "--data", cls=ListOption, metavar="PATH...", help="Text files, folders, globs; else what Python ships."
+    "--data",
+    cls=ListOption,
+    metavar="PATH...",
+    help="Text files, folders, globs. Default: files of Python itself.",
 )
 size = click.option(
     "--as",
@@ -90,13 +93,11 @@ TRAINING = (
     model,
     click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of the weights, batches and rounding; 0."),
     device,
-    click.option("--steps", type=click.IntRange(min=1), help="Training steps; the preset's unless given."),
+    click.option("--steps", type=click.IntRange(min=1), help="Training steps. Default: the preset's."),
+    click.option("--lr", type=click.FloatRange(0, min_open=True), help="Peak learning rate. Default: the preset's."),
+    click.option("--batch", type=click.IntRange(min=1), help="Sequences a step. Default: the preset's."),
     click.option(
-        "--lr", type=click.FloatRange(0, min_open=True), help="Peak learning rate; the preset's unless given."
-    ),
-    click.option("--batch", type=click.IntRange(min=1), help="Sequences a step; the preset's unless given."),
-    click.option(
-        "--context", "context_bytes", type=click.IntRange(min=1), help="Bytes a sequence; the preset's unless given."
+        "--context", "context_bytes", type=click.IntRange(min=1), help="Bytes a sequence. Default: the preset's."
     ),
     data,
 )

@@ -17,7 +17,7 @@ from duotone.lab.schema import Settings
     "--recipes",
     cls=options.ListOption,
     metavar="NAME|FILE...",
-    help=f"Recipes or recipe files; {' '.join(DEFAULT_RECIPES)} unless given.",
+    help=f"Recipes or recipe files. Default: {' '.join(DEFAULT_RECIPES)}.",
 )
 @click.option(
     "--seeds",

@@ -10,7 +10,7 @@ from duotone.cli import command_options as options
 @click.command()
 @options.preset
 @options.model
-@click.option("--recipe", metavar="NAME|FILE", default="mxfp8", help="Recipe or recipe file; mxfp8 unless given.")
+@click.option("--recipe", metavar="NAME|FILE", default="mxfp8", help="Recipe or recipe file. Default: mxfp8.")
 @options.device
 @click.option("--arch", metavar="smNN", help="Plan for this GPU instead, which need not be here: sm90, sm100, ...")
 @options.strict

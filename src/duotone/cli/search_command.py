@@ -22,9 +22,9 @@ from duotone.observe.candidates import UNIFORM
     "--recipes",
     cls=options.ListOption,
     metavar="NAME|FILE...",
-    help=f"Recipes whose formats are tried; {' '.join(UNIFORM)} unless given.",
+    help=f"Recipes whose formats are tried. Default: {' '.join(UNIFORM)}.",
 )
-@click.option("--seeds", type=click.IntRange(min=1), help="Seeds of the check, from --seed on; 3 unless given.")
+@click.option("--seeds", type=click.IntRange(min=1), help="Seeds of the check, from --seed on. Default: 3.")
 @click.option("--resume", is_flag=True, help="Continue the search in --out with its settings.")
 @options.training
 @click.pass_context

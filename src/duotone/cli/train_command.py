@@ -12,7 +12,7 @@ from duotone.lab.schema import Settings
 
 
 @click.command(cls=options.ListCommand)
-@click.option("--recipe", metavar="NAME|FILE", help="Recipe, schedule, or file of one; mxfp8 unless given.")
+@click.option("--recipe", metavar="NAME|FILE", help="Recipe, schedule, or file of one. Default: mxfp8.")
 @options.save_every
 @click.option("--resume", is_flag=True, help="Continue the run in --out from its newest checkpoint.")
 @options.parallel

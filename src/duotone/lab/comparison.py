@@ -113,7 +113,7 @@ def _folder(run: Run) -> str:
 
 
 def forget(folder: Path, run: Run | None = None) -> None:
-    """Remove the checkpoints of `run` below `folder`, of all runs unless given."""
+    """Remove the checkpoints of `run` below `folder`, or of all runs if `run` is left out."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if OF_RUN.fullmatch(path.name) and (run is None or path.name == _folder(run)):
             shutil.rmtree(path, ignore_errors=True)
