@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40569
+LIBRARY_LINES = 40628
 TOOL_LINES = 7963
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -26,11 +26,11 @@ TESTS = Path(__file__).parent
 BENCH = TESTS.parent / "bench"
 
 BUDGETS = {
-    "attention": (3009, 20, 0),
+    "attention": (3010, 20, 0),
     "cli": (1548, 2, 0),
     "comm": (202, 1, 1),
     "compat": (2535, 7, 0),
-    "conversion": (2745, 5, 0),
+    "conversion": (2754, 5, 0),
     "dispatch": (3615, 1, 0),
     "distributed": (475, 3, 0),
     "formats": (1517, 0, 0),
@@ -40,11 +40,11 @@ BUDGETS = {
     "linear": (1947, 5, 0),
     "modules": (742, 3, 0),
     "observe": (2332, 6, 0),
-    "ops": (1470, 0, 0),
+    "ops": (1471, 0, 0),
     "optim": (893, 3, 0),
     "package": (354, 1, 0),
     "pipeline": (1672, 15, 0),
-    "planned": (3544, 15, 1),
+    "planned": (3592, 15, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1457, 0, 0),

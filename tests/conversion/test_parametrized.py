@@ -82,3 +82,28 @@ def test_the_older_norms_of_torch_which_are_hooks_convert_and_revert(norm) -> No
     duotone.convert(m, MXFP8)
     assert not torch.equal(m(x), before)
     assert torch.equal(duotone.revert(m)(x), before)
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp8", "fp8-delayed"])
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_a_spectral_norm_steps_once_a_forward_and_not_when_somebody_looks(name: str, is_compiled: bool) -> None:
+    """torch's own linear is the reference: its power iteration steps once each time that forward reads the weight."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    plain = nn.Sequential(parametrizations.spectral_norm(nn.Linear(32, 32)))
+    model = copy.deepcopy(plain)
+
+    def vectors(m: nn.Sequential) -> list[torch.Tensor]:
+        return [buffer.clone() for buffer in m[0].parametrizations.buffers()]
+
+    before = vectors(model)
+    duotone.convert(model, name)
+    str(duotone.plan(model))
+    assert all(map(torch.equal, vectors(model), before))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled else model
+    for _ in range(3):
+        x = torch.randn(4, 32)
+        run(x).sum().backward()
+        plain(x).sum().backward()
+        assert all(map(torch.equal, vectors(model), vectors(plain)))
+        assert not all(map(torch.equal, vectors(model), before))

@@ -119,9 +119,12 @@ class Heads:
         return tuple(part.flatten(-3, -2) for part in parts)
 
 
-def head_width(hidden_size: int, heads: int) -> int:
-    """The width of a head. UserError if `hidden_size` is no multiple of `heads`."""
+def head_width(hidden_size: int, heads: int, kv_channels: int | None = None) -> int:
+    """The width of a head: `kv_channels`, or an equal share. UserError if `hidden_size` is no multiple of `heads`."""
     require_sizes(hidden_size=hidden_size, num_attention_heads=heads)
+    if kv_channels is not None:
+        require_sizes(kv_channels=kv_channels)
+        return kv_channels
     if hidden_size % heads:
         raise UserError(
             f"hidden_size {hidden_size} does not divide over {heads} heads; change them or give kv_channels"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone.attention.dot_product import DotProductAttention
-from duotone.attention.heads import KINDS, Heads, groups_of, head_norm, head_width, require_sizes
+from duotone.attention.heads import KINDS, Heads, groups_of, head_norm, head_width
 from duotone.attention.kv_cache import KVCache
 from duotone.attention.masks import Masks, Window, mask_type
 from duotone.attention.recipe_following import FollowsRecipes
@@ -88,9 +88,7 @@ class MultiheadAttention(InnerBoundaryRoles, FollowsRecipes, ModuleGroup):
         name: str = "",
     ) -> None:
         super().__init__()
-        count = num_attention_heads
-        width = head_width(hidden_size, count) if kv_channels is None else kv_channels
-        require_sizes(hidden_size=hidden_size, kv_channels=width)
+        count, width = num_attention_heads, head_width(hidden_size, num_attention_heads, kv_channels)
         whole = Heads(count, groups_of(count, num_gqa_groups), width, fuse_qkv_params and qkv_weight_interleaved)
         self.heads = whole.over(tp_group.size() if set_parallel_mode and tp_group is not None else 1)
         self.attention_type, self.qkv_format, self.qk_norm_before_rope = attention_type, qkv_format, qk_norm_before_rope

@@ -19,6 +19,7 @@ from duotone.conversion.notices import Place, report_unmatched, warn_of_surprise
 from duotone.conversion.targets import CONVERTED, original_class, parametrized_since, targets
 from duotone.errors import UserError
 from duotone.planned.delayed_checkpoint import state_names
+from duotone.planned.parametrizations import reads_without_effect
 from duotone.planned.planned import Planned
 from duotone.planned.same_recipes import leave_to_ranks
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
@@ -52,6 +53,16 @@ def convert(
     """
     recipe = _validated(model, recipe, rules, schedule)
     refuse_without_interface(model)
+    with reads_without_effect(model):
+        _adopt(model, recipe, rules, schedule)
+    close_fast_paths(model)
+    leave_to_ranks(model)
+    _save_pretrained_weights_alone(model)
+    return fusing.fuse(model) if fuse else model
+
+
+def _adopt(model: nn.Module, recipe: Recipe, rules: Sequence[Rule], schedule: Schedule | None) -> None:
+    """Check everything, then let each linear follow the recipe."""
     sites = sites_of(model)
     phases = schedule.phases if schedule is not None else (Phase(recipe, 0),)
     all_rules = with_default_rules(rules, model, sites, [phase.recipe for phase in phases])
@@ -70,10 +81,6 @@ def convert(
         target.adopt(recipe, all_rules, slots)
     add_cores(model)
     _tell_the_rest(model, recipe, [target.name for target, _ in planned])
-    close_fast_paths(model)
-    leave_to_ranks(model)
-    _save_pretrained_weights_alone(model)
-    return fusing.fuse(model) if fuse else model
 
 
 def _tell_the_rest(model: nn.Module, recipe: Recipe, named: Sequence[str]) -> None:

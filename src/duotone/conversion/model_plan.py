@@ -23,6 +23,7 @@ from duotone.conversion.naming import require_model, sites_of
 from duotone.conversion.notices import unmatched_rules
 from duotone.conversion.targets import trains
 from duotone.errors import UserError
+from duotone.planned.parametrizations import reads_without_effect
 from duotone.planned.planned import Planned
 from duotone.planned.traced_stages import Call
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
@@ -195,29 +196,30 @@ def plan(
     rows: list[PlanRow] = []
     skipped, trained = left_alone(model), trains(model)
     planned = [module for module in model.modules() if isinstance(module, Planned)]
-    for name, module in model.named_modules():
-        if isinstance(module, MultiheadAttention):
-            # Its linears get their consumers first, so each slot is asked once.
-            module.prepare_recipe(recipe or module.recipe)
-        if isinstance(module, Planned):
-            full_name = module.module_name if name and module.site.named else name
-            rows.extend(_rows(full_name, module, recipe or module.recipe, device, dtype, trained))
-        elif isinstance(module, DotProductAttention):
-            place = device or (str(planned[0].weight.device) if planned else None)
-            products = module.plan_rows(recipe or module.recipe, place)
-            rows.extend(PlanRow(name, **product._asdict()) for product in products)
-        else:
-            why = skipped.get(name) or _why(module)
-            rows.extend([_row(name, why.text)] if why else [])
-        if planned and (text := left_in_high_precision(name, module, recipe or planned[0].recipe)):
-            rows.append(_row(name, text))
-        rows.extend([_row(name, text)] if (text := fused_row(module, recipe)) else [])
-    if planned:
-        sites = sites_of(model)
-        places = [(module.module_type, module.module_name, module.site) for module in planned]
-        places += [("linear", name, sites[name]) for name in skipped]
-        for rule in unmatched_rules(recipe or planned[0].recipe, planned[0].rules, places):
-            rows.append(_row("a rule", f"matches no tensor of the model: {rule.to_dict()}"))
+    with reads_without_effect(model):
+        for name, module in model.named_modules():
+            if isinstance(module, MultiheadAttention):
+                # Its linears get their consumers first, so each slot is asked once.
+                module.prepare_recipe(recipe or module.recipe)
+            if isinstance(module, Planned):
+                full_name = module.module_name if name and module.site.named else name
+                rows.extend(_rows(full_name, module, recipe or module.recipe, device, dtype, trained))
+            elif isinstance(module, DotProductAttention):
+                place = device or (str(planned[0].weight.device) if planned else None)
+                products = module.plan_rows(recipe or module.recipe, place)
+                rows.extend(PlanRow(name, **product._asdict()) for product in products)
+            else:
+                why = skipped.get(name) or _why(module)
+                rows.extend([_row(name, why.text)] if why else [])
+            if planned and (text := left_in_high_precision(name, module, recipe or planned[0].recipe)):
+                rows.append(_row(name, text))
+            rows.extend([_row(name, text)] if (text := fused_row(module, recipe)) else [])
+        if planned:
+            sites = sites_of(model)
+            places = [(module.module_type, module.module_name, module.site) for module in planned]
+            places += [("linear", name, sites[name]) for name in skipped]
+            for rule in unmatched_rules(recipe or planned[0].recipe, planned[0].rules, places):
+                rows.append(_row("a rule", f"matches no tensor of the model: {rule.to_dict()}"))
     return Plan(tuple(rows))
 
 

@@ -48,7 +48,7 @@ class PackedLinear(Op):
     ) -> tuple[Stage, TensorInfo, Tensor, Tensor | None]:
         linears = self.linears
         trained = any([linear.weight.requires_grad for linear in linears])
-        stage = linears[0].plans.stage(info, trained, None)
+        stage = linears[0].plans.stage(info, trained, None, linears[0].weight.dtype)
         assert isinstance(stage, LinearStage)
         if not self._agree(stage, linears[1:], info, trained):
             raise Apart
@@ -78,7 +78,8 @@ class PackedLinear(Op):
     def _agree(self, stage: LinearStage, others: Linears, info: TensorInfo, trained: bool) -> bool:
         agree = self.agreement.get(stage)
         if agree is None:
-            agree = not why_apart([stage.plan, *(linear.plans.stage(info, trained, None).plan for linear in others)])
+            plans = (linear.plans.stage(info, trained, None, linear.weight.dtype).plan for linear in others)
+            agree = not why_apart([stage.plan, *plans])
             if not torch.compiler.is_dynamo_compiling():
                 self.agreement[stage] = agree
         return agree

@@ -12,6 +12,7 @@ from duotone.dispatch.stages import amax_of
 from duotone.errors import RecipeError
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from duotone.pipeline.titles import title
+from duotone.planned.parametrizations import weights_of
 from duotone.recipes.delayed import check_requests
 from duotone.recipes.roles import Site
 from duotone.state import rolling
@@ -62,8 +63,8 @@ def require_reduction(module: object, plan: LinearPlan, group: str) -> None:
 def states_for(module: "Planned", plan: LinearPlan) -> tuple[str, str]:
     """The numbers of the forward and the backward state, created or adjusted to the plan, with loaded values."""
     history = agreed_history(plan.quantizers)
-    members = len(module.weights)
-    device = module.weight.device
+    members = module.num_gemms
+    device = weights_of(module)[0].device
     forward = state_of(module, FORWARD_STATE, FORWARD_SLOTS * members, history, device)
     backward = state_of(module, BACKWARD_STATE, BACKWARD_SLOTS * members, history, device)
     forward.largest = [*largest(plan.input.quantizer), *largest(plan.weight.quantizer)] * members

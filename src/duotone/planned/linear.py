@@ -85,7 +85,11 @@ class PlannedLinear(Planned):
     ) -> tuple[Stage, TensorInfo, Tensor, Tensor | None]:
         weight: Tensor | None = self._parameters.get(self.stored_weight)  # past nn.Module's slow look-up
         layout = bias = None
-        if type(weight) not in LOCAL and is_distributed(self.weight_owners(0)[0]):
+        is_pieces = weight is None and is_split(self)
+        if weight is None and not is_pieces:
+            weight = self.linear_weight  # a parametrization computes it at each read
+        owner = self.weight_owners(0)[0] if is_pieces else weight
+        if type(owner) not in LOCAL and is_distributed(owner):
             layout, weight, bias = distributed_linear.local_operands(self, info.spread)
         else:
             if weight is None:
@@ -94,7 +98,7 @@ class PlannedLinear(Planned):
                 bias = self._parameters["bias"] if "bias" in self._parameters else self.bias
         require_fit(self, info, weight, bias)
         quantizer = quantizer_of(weight) if isinstance(weight, QuantizedTensor) else None
-        stage = self.plans.stage(info, weight.requires_grad, quantizer, layout)
+        stage = self.plans.stage(info, weight.requires_grad, quantizer, weight.dtype, layout)
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             stage = self.plans.variant(stage, is_first_microbatch)
         tracked = info.requires_grad

@@ -171,8 +171,9 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
 
     def plan_for(self, x: Tensor) -> LinearPlan:
         """The plan that a call with `x` would follow now."""
-        weights_grad = any(weight.requires_grad for weight in self.weights)
-        return self.plans.stage(info_of(x), weights_grad, self.weight_held).plan
+        weights = self.weights
+        trained = any(weight.requires_grad for weight in weights)
+        return self.plans.stage(info_of(x), trained, self.weight_held, weights[0].dtype).plan
 
     def kernel_of(self, plan: LinearPlan, gemm: GemmPlan) -> tuple[str, str]:
         """The name of the kernel that runs a GEMM of the plan in this module, and the reason."""

@@ -82,7 +82,8 @@ class PlannedGroup(Planned):
         checked = biases[:1] if self.single_grouped_bias else biases
         self._require_alike("bias", checked, weights[0].shape[:1], weights[0].device)
         out = weights[0].shape[0]
-        stage = self.plans.stage(signal, any([w.requires_grad for w in weights]), self._quantizer_of(weights))
+        trained, quantizer = any([w.requires_grad for w in weights]), self._quantizer_of(weights)
+        stage = self.plans.stage(signal, trained, quantizer, weights[0].dtype)
         compiling = torch.compiler.is_dynamo_compiling()
         if compiling and torch.compiler._is_exporting_flag:
             refuse_export(f"{title(self)}: {EXPORTED}")

@@ -25,6 +25,7 @@ from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.pipeline.titles import title
 from duotone.planned import delayed_states, traced_stages
 from duotone.planned.opaque_stage import OpaqueStage
+from duotone.planned.parametrizations import reads_without_effect, weights_of
 from duotone.planned.same_recipes import WRAPPED
 from duotone.planned.sent_weights import require_planes
 from duotone.planned.traced_stages import Call, Key, TracedSlot
@@ -113,7 +114,8 @@ class Planner:
     def request(self, recipe: Recipe, call: Call | None = None) -> PlanRequest:
         """The request for the module's plan under a recipe. The default `call` is on the weight's device."""
         module = self.module
-        weight = module.weights[0]
+        with reads_without_effect(module):
+            weight, quantizer = module.weights[0], module.weight_held
         call = call or Call(str(weight.device), weight.dtype)
         output, gradient = module.roles_under(recipe.key)
         return PlanRequest(
@@ -126,7 +128,7 @@ class Planner:
             *call.grads,
             site=module.site,
             layout=call.layout or module.layout,
-            weight_held=module.weight_held,
+            weight_held=quantizer,
             input_held=call.input_held,
             output_role=output,
             grad_input_role=gradient,
@@ -148,12 +150,16 @@ class Planner:
         return plan
 
     def stage(
-        self, info: TensorInfo, weight_grad: bool, weight_held: Quantizer | None, layout: Layout | None = None
+        self,
+        info: TensorInfo,
+        weight_grad: bool,
+        weight_held: Quantizer | None,
+        weight_dtype: torch.dtype,
+        layout: Layout | None = None,
     ) -> PlannedStage:
         """The stage of a call, built once for each recipe, dtype, device, layout and pattern of gradients.
 
-        `weight_grad`: whether a weight asks for a gradient. `weight_held`: the quantizer of a quantized weight.
-        `layout`: the layout of the call, if it differs from the module's.
+        `weight_held`: the quantizer of a quantized weight. `layout`: that of the call, if it is not the module's.
         """
         compiling = torch.compiler.is_dynamo_compiling()
         # A program of torch.export has no backward. The blocks of rows of one would limit its batches.
@@ -174,21 +180,20 @@ class Planner:
             if region is not None and region.calibrating is not None:
                 raise UserError(f"{title(module)}: compiled code calibrates no scales; calibrate in eager code")
             mode = AmaxMode.RECORD if tracked else AmaxMode.DEFER if STACK.defers else AmaxMode.USE
-            return self._traced(module, recipe, info, grads, mode, group, weight_held)
-        recorded = None
-        if region is not None and region.calibrating is not None and not in_backward():
-            recorded = region.calibrating
+            return self._traced(module, recipe, info, grads, mode, group, weight_held, weight_dtype)
+        recorded = None if region is None or in_backward() else region.calibrating
         key = (recipe.key, grads, mode, *info[:2], info.index, group, info.quantizer, weight_held, recorded, layout)
         last = self.last
         if last is not None and last[0] == key:
             return last[1]
-        stage = self.stages.get(key)
-        if stage is None:
-            call = Call(info.place, info.dtype, grads, info.quantizer, layout)
-            stage = self.resolve(recipe, call, group, mode, recorded)
-            self._drop_dead_plans()
-            self.stages[key] = stage
-        self._switch_to(stage.plan, mode)
+        with reads_without_effect(module):
+            stage = self.stages.get(key)
+            if stage is None:
+                call = Call(info.place, info.dtype, grads, info.quantizer, layout)
+                stage = self.resolve(recipe, call, group, mode, recorded)
+                self._drop_dead_plans()
+                self.stages[key] = stage
+            self._switch_to(stage.plan, mode)
         self.last = (key, stage)
         return stage
 
@@ -210,6 +215,7 @@ class Planner:
         mode: AmaxMode,
         group: str,
         quantizer: Quantizer | None,
+        weight_dtype: torch.dtype,
     ) -> PlannedStage:
         """`stage` in a trace: all modules of this content share it."""
         config = self.config
@@ -218,9 +224,9 @@ class Planner:
             traced_stages.refuse_recompute()
         if quantizer is not None and any(records_amaxes(weight) for weight in module.weights):
             traced_stages.refuse_amaxes()
-        is_cast = module.weights[0].dtype is not info.dtype
         input_held = "" if info.quantizer is None else info.quantizer.words
-        where = (info.place, str(info.dtype), group, is_cast, traced_stages.formats_of(quantizer), input_held)
+        formats = traced_stages.formats_of(quantizer)
+        where = (info.place, str(info.dtype), group, weight_dtype is not info.dtype, formats, input_held)
         name = traced_stages.plan_name(
             (config, getattr(self.answered, recipe.key), recipe.key, *grads, mode.value, *where)
         )
@@ -230,9 +236,10 @@ class Planner:
     def has_weight(self, key: Key, dtype: torch.dtype) -> bool:
         """Whether the weight still has the dtype and the formats that a key was built for."""
         module = self.module
-        if any(map(is_distributed, module.weight_owners(0))):  # FSDP2 has not gathered the block of this module
-            return False
-        formats = module.weights[0].dtype is not dtype, traced_stages.formats_of(module.weight_held)
+        with reads_without_effect(module):
+            if any(map(is_distributed, module.weight_owners(0))):  # FSDP2 has not gathered the block of this module
+                return False
+            formats = module.weights[0].dtype is not dtype, traced_stages.formats_of(module.weight_held)
         return (key.weight_is_cast, key.weight_held) == formats
 
     def answer(self, recipe: Recipe) -> dict[str, Quantizer]:
@@ -255,7 +262,7 @@ class Planner:
         module.require_whole()
         for planner in alike:
             seeds.warn_of_load(planner.module, plan.seeds)
-        members = range(len(module.weights))
+        members = range(module.num_gemms)
         plans = [plan.with_slots(partial(TracedSlot, name, member)) if plan.is_delayed else plan for member in members]
         return module.make_stage([LinearStage(each, GRADIENT, name) for each in plans])
 
@@ -339,21 +346,20 @@ class Planner:
 
     def _with_states(self, plan: LinearPlan, group: str, mode: AmaxMode) -> Sequence[LinearPlan]:
         """The plan of each linear with its slots in the delayed states, which are created if they are absent."""
-        module, weights = self.module, self.module.weights
+        module = self.module
         if not plan.is_delayed:
-            return [plan] * len(weights)
+            return [plan] * module.num_gemms
         numbers = delayed_states.states_of_call(module, plan, group, mode)
-        for member, weight in enumerate(weights):
+        for member, weight in enumerate(weights_of(module)):
             for held in (weight, shard_behind(weight)) if isinstance(weight, QuantizedTensor) else ():
                 context = delayed_states.with_slots(plan, numbers, group, AmaxMode.RECORD, member).weight.context
                 held.context = QuantizeContext(held.context.shard, context.slots, propagate=context.propagate)
-        return [delayed_states.with_slots(plan, numbers, group, mode, member) for member in range(len(weights))]
+        return [delayed_states.with_slots(plan, numbers, group, mode, member) for member in range(module.num_gemms)]
 
     def prepare(self, recipe: Recipe) -> None:
         """Create the states that delayed scaling under the recipe needs, so that checkpoints contain them."""
-        weight = self.module.weights[0]
-        call = Call(str(weight.device), weight.dtype, grads=(False, False))
-        self._with_states(self.plan(recipe, call), "", AmaxMode.USE)
+        weight = weights_of(self.module)[0]
+        self._with_states(self.plan(recipe, Call(str(weight.device), weight.dtype, (False, False))), "", AmaxMode.USE)
 
     def variant(self, stage: PlannedStage, first: bool | Tensor | None) -> PlannedStage | OpaqueStage:
         """The stage with the module's caches and sinks. MissingPlaneError if a `main_grad` is missing."""
