@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40628
-TOOL_LINES = 7963
+LIBRARY_LINES = 40655
+TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -26,15 +26,15 @@ TESTS = Path(__file__).parent
 BENCH = TESTS.parent / "bench"
 
 BUDGETS = {
-    "attention": (3010, 20, 0),
+    "attention": (3019, 20, 0),
     "cli": (1548, 2, 0),
     "comm": (202, 1, 1),
     "compat": (2535, 7, 0),
-    "conversion": (2754, 5, 0),
+    "conversion": (2772, 5, 0),
     "dispatch": (3615, 1, 0),
     "distributed": (475, 3, 0),
     "formats": (1517, 0, 0),
-    "integrations": (776, 11, 0),
+    "integrations": (775, 11, 0),
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),
     "linear": (1947, 5, 0),

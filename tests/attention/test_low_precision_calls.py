@@ -273,3 +273,38 @@ def test_saved_activations_are_less_than_six_tenths_of_those_of_bf16(fast_backwa
             module(*x)
         totals.append(sum(saved.values()))
     assert totals[0] < 0.6 * totals[1]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_a_scale_that_is_set_later_holds_from_the_next_call_on(is_compiled: bool) -> None:
+    torch._dynamo.reset()
+    module, expected = core(CURRENT), core(CURRENT, softmax_scale=0.5)
+    run = torch.compile(module, backend="aot_eager", fullgraph=True) if is_compiled else module
+    assert not torch.equal(step(run, heads())[0], step(expected, heads())[0])
+    module.softmax_scale = 0.5
+    assert all(map(torch.equal, step(run, heads()), step(expected, heads())))
+
+
+def test_docs_say_that_nan_in_values_reaches_queries_that_do_not_see_it() -> None:
+    q, k, v = heads(200)
+    v[0, 100, 0, 0] = float("nan")
+    reached = core(CURRENT)(q, k, v).unflatten(-1, (4, 16)).isnan().any(-1)
+    assert reached[0, 100:, :2].all() and reached[0, :100, :2].any(), "two heads share the first values"
+    assert not reached[0, :, 2:].any() and not reached[1].any()
+
+
+def test_docs_say_that_values_in_padding_enter_the_scale_of_the_tensor() -> None:
+    """If this fails, attention has learned to leave padding out: then the page is wrong."""
+    q, k, v = heads(200)
+    padding = torch.arange(200).expand(2, -1) >= 150
+    options = {"attn_mask_type": "padding"}
+    exact = DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", **options)
+    k[:, 150:], v[:, 150:] = 1e5, 1e5
+
+    def error(module: DotProductAttention) -> float:
+        out, want = (m(q, k, v, attention_mask=padding)[:, :150] for m in (module, exact))
+        return float((out - want).norm() / want.norm())
+
+    assert error(core(CURRENT, **options)) > 0.1
+    k[:, 150:], v[:, 150:] = 0.0, 0.0
+    assert error(core(CURRENT, **options)) < 0.06

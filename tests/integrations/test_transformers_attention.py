@@ -1,5 +1,7 @@
 """Models of transformers with attn_implementation="duotone": their attention follows the recipe, and is in the plan."""
 
+import dataclasses
+
 import pytest
 import torch
 from causal import batch
@@ -8,7 +10,7 @@ from packages import require
 import duotone
 from duotone import recipes
 from duotone.attention import DotProductAttention
-from duotone.errors import UserError
+from duotone.errors import RecipeError, UserError
 
 transformers = require("transformers")
 from duotone.integrations import transformers_attention  # noqa: E402
@@ -50,6 +52,34 @@ def test_converted_attention_follows_the_recipe_and_has_rows_in_the_plan() -> No
         assert not torch.equal(result, expected)
         assert (result - expected).norm() < 0.15 * expected.norm()
     assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_the_plan_follows_the_implementation_that_is_set_now() -> None:
+    """transformers calls another attention after `set_attn_implementation`: no row may tell of FP8 products then."""
+    model, expected = duotone.convert(llama("duotone"), FP8), step(duotone.convert(llama("sdpa"), FP8))
+    model.set_attn_implementation("sdpa")
+    assert all(map(torch.equal, step(model), expected))
+    (row,) = duotone.plan(model).filter("model.layers.0.self_attn")
+    assert "attention runs as 'sdpa' of transformers" in row.reason
+    model.set_attn_implementation("duotone")
+    assert len(duotone.plan(model).filter("model.layers.0.self_attn.duotone_attention")) == 7
+
+    late = duotone.convert(llama("sdpa"), FP8)
+    late.set_attn_implementation("duotone")
+    (row,) = duotone.plan(late).filter("model.layers.0.self_attn")
+    assert "'duotone' was set later: call duotone.convert again" in row.reason
+    duotone.convert(late, FP8)
+    assert not torch.equal(step(late)[0], expected[0])
+
+
+def test_a_strict_recipe_refuses_attention_that_transformers_runs_itself() -> None:
+    recipe = dataclasses.replace(FP8, strict=True)
+    model = llama("sdpa")
+    before = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(RecipeError, match=r"strict: model\.layers\.0\.self_attn: attention runs as 'sdpa'") as caught:
+        duotone.convert(model, recipe)
+    assert "\n" not in str(caught.value)
+    assert {name: type(module) for name, module in model.named_modules()} == before
 
 
 def test_rules_reach_attention_by_its_name_and_revert_takes_it_away() -> None:

@@ -75,6 +75,8 @@ class Call(NamedTuple):
     """The name of the ranks that share the sequence, or ""."""
     groups: int
     """The number of heads of keys and values."""
+    scale: float
+    """The factor of scores before the softmax."""
 
 
 STAGES: "Numbered[AttentionStage]" = Numbered()

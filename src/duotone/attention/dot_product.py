@@ -75,8 +75,8 @@ class DotProductAttention(BoundaryRoles, FollowsRecipes):
     ) -> None:
         super().__init__()
         groups, channels = groups_of(num_attention_heads, num_gqa_groups), channels_of(kv_channels)
-        if softmax_scale is not None and not math.isfinite(softmax_scale):
-            raise UserError(f"softmax_scale is {softmax_scale}; give a finite number, or None for 1/sqrt(width)")
+        if softmax_scale is not None and not 0 < softmax_scale < math.inf:
+            raise UserError(f"softmax_scale is {softmax_scale}; give a positive number, or None for 1/sqrt(width)")
         if not 0 <= attention_dropout < 1:
             raise UserError(f"attention_dropout is {attention_dropout}; give a probability from 0 to below 1")
         window_of(mask_type(attn_mask_type), window_size)
@@ -368,7 +368,7 @@ class DotProductAttention(BoundaryRoles, FollowsRecipes):
         if not self.is_shared(recipe):
             drop_dead(vars(self._alike))
             formats = self.formats(recipe)
-            content = recipe.key, formats, self.channels, self.softmax_scale
+            content = recipe.key, formats, self.channels
             setattr(self._alike, recipe.key, Alike.of(content, self))
 
     def is_shared(self, recipe: Recipe) -> bool:

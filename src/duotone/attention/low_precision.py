@@ -23,6 +23,7 @@ from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import AMAX_MODES, AmaxMode, mode_now, traced_mode
 from duotone.state.rolling import roll_after
+from duotone.state.torch_private import specialized
 from duotone.tensor.context import QuantizeContext, Slot
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class LowPrecision:
         tracks = tracks or mode is AmaxMode.DEFER  # so that the forward uses every delayed scale as the recompute does
         where = recipe.key, str(q.device), group, mode.value, layout
         causal, groups = window == (-1, 0) and seen is None, module.heads_of(q)[1]
-        call = Call(*where, causal, module.dropout, tracks, ranks.name if ranks else "", groups)
+        call = Call(*where, causal, module.dropout, tracks, ranks.name if ranks else "", groups, _scale(module))
         if compiling:
             stage = _traced(getattr(module._alike, recipe.key), call)
             stage = stage.of_module(self.handle) if stage.is_delayed else stage
@@ -149,9 +150,14 @@ class LowPrecision:
         module, recipe = self._module(), recipe_of(call.recipe)
         assert module is not None
         formats = module.formats(recipe, call.device, call.ranks)
-        scale = module.channels[0] ** -0.5 if module.softmax_scale is None else module.softmax_scale
         problem = formats.problem(module.channels, call.dropout, call.device)
-        return formats.stage(module.module_name, problem, slots, recipe, scale, call)
+        return formats.stage(module.module_name, problem, slots, recipe, call)
+
+
+def _scale(module: "DotProductAttention") -> float:
+    """The factor of scores before the softmax, as the module has it now."""
+    scale = module.channels[0] ** -0.5 if module.softmax_scale is None else module.softmax_scale
+    return specialized(scale) if torch.compiler.is_dynamo_compiling() else scale
 
 
 def delayed_slots(module: "DotProductAttention", call: Call) -> Slots:

@@ -49,7 +49,7 @@ def mask_type(name: str) -> MaskType:
 def window_of(kind: MaskType, size: Window | None) -> Window:
     """The number of keys that a query sees before and after its position; -1 is all. Causality allows none after it."""
     size = UNBOUNDED if size is None else size
-    is_pair = isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(side, int) for side in size)
+    is_pair = isinstance(size, tuple | list) and len(size) == 2 and all(type(side) is int for side in size)
     if not is_pair or min(size) < -1 or (kind.causal and size[1] > 0):
         allowed = "(left, 0)" if kind.causal else "(left, right)"
         raise UserError(f"window_size is {size}; give {allowed} with numbers from -1 on, -1 for no bound")
@@ -208,8 +208,10 @@ class Masking:
 def _pair(mask: Masks, cu_seqlens: tuple[Lengths, Lengths], device: torch.device) -> tuple[Tensor | None, ...]:
     """The masks of queries and of keys. UserError unless they and lengths are tensors on the device of the heads."""
     masks = mask if isinstance(mask, tuple) else (mask, mask)
+    if len(masks) != 2:
+        raise UserError(f"attention_mask is one mask, or a pair of those of queries and of keys; got {len(masks)}")
     places = [getattr(x, "device", type(x).__name__) for x in (*masks, *cu_seqlens) if x is not None]
-    if len(masks) != 2 or any(place != device for place in places):
+    if any(place != device for place in places):
         raise UserError(
             f"attention_mask, or a pair of queries and keys, and cu_seqlens are tensors on {device} as the heads; got "
             f"{', '.join(map(str, places))}: move them"

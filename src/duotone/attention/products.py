@@ -134,7 +134,6 @@ class AttentionFormats:
         problem: AttentionProblem,
         slots: Slots,
         recipe: Recipe,
-        scale: float,
         call: Call,
     ) -> AttentionStage:
         """The stage of a call. `slots` are those of tensors with delayed scales."""
@@ -164,7 +163,7 @@ class AttentionFormats:
             out=heads("output", 4),
             weights=TileOperand(self.s, context("s"), 1.0, 0),
             scores_gradient=TileOperand(self.dp, context("dp"), None, 1 << 20),
-            scale=scale,
+            scale=call.scale,
             problem=problem,
             forward_kernel=forward,
             backward_kernel=backward,

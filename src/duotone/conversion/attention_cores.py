@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from duotone.attention import DotProductAttention
-from duotone.errors import UserError
+from duotone.errors import RecipeError, UserError
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole
 
@@ -73,15 +73,32 @@ def remove_cores(model: nn.Module) -> None:
         module._modules.pop(CORE, None)
 
 
+def idle_cores(model: nn.Module) -> set[str]:
+    """The names of the `DotProductAttention`s that transformers does not call, since another attention is set now."""
+    return {f"{name}.{CORE}" for name, module in attentions(model) if module.config._attn_implementation != NAME}
+
+
 def left_in_high_precision(name: str, module: nn.Module, recipe: Recipe) -> str | None:
     """Why an attention module stays in high precision although the recipe asks for its products, or None."""
     config = vars(module).get("config")
     current = getattr(config, "_attn_implementation", None)
-    if not isinstance(vars(module).get("is_causal"), bool) or not isinstance(current, str) or CORE in module._modules:
+    if not isinstance(vars(module).get("is_causal"), bool) or not isinstance(current, str):
+        return None
+    if current == NAME and CORE in module._modules:
         return None
     if not recipe.asks_for(QuantizerRole("dpa", "qkv", f"{name}.{CORE}")):
         return None
+    if current == NAME:
+        return "attention runs as 'sdpa' of transformers, since 'duotone' was set later: call duotone.convert again"
     return (
         f"attention runs as {current!r} of transformers; import duotone.integrations.transformers and load the model "
         f"with attn_implementation={NAME!r}, so that its products follow the recipe"
     )
+
+
+def refuse_other_attention(model: nn.Module, recipe: Recipe) -> None:
+    """RecipeError if a strict recipe asks for products of an attention that transformers runs itself."""
+    for name, module in attentions(model) if recipe.strict else ():
+        other = module.config._attn_implementation != NAME
+        if other and (why := left_in_high_precision(name, module, recipe)):
+            raise RecipeError(f"strict: {name}: {why}; or leave roles of module type 'dpa' in high precision")

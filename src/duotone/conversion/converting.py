@@ -10,7 +10,7 @@ from torch import nn
 
 from duotone.attention import DotProductAttention
 from duotone.conversion import experts, forwards, fusing
-from duotone.conversion.attention_cores import add_cores, refuse_without_interface, remove_cores
+from duotone.conversion.attention_cores import add_cores, refuse_other_attention, refuse_without_interface, remove_cores
 from duotone.conversion.default_rules import with_default_rules
 from duotone.conversion.forwards import close_fast_paths, open_fast_paths
 from duotone.conversion.left_alone import left_alone, refuse_left_alone
@@ -72,6 +72,7 @@ def _adopt(model: nn.Module, recipe: Recipe, rules: Sequence[Rule], schedule: Sc
         for used in (phase.recipe, phase.recipe.evaluation):
             if used is not None and used.strict:
                 refuse_left_alone(skipped, used, all_rules, sites)
+                refuse_other_attention(model, used)
     places: list[Place] = [(target.module_type, target.name, target.site) for target, _ in planned]
     places += [("linear", name, sites[name]) for name in skipped]
     for phase in phases:

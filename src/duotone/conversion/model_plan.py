@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from duotone.attention import DotProductAttention, MultiheadAttention
-from duotone.conversion.attention_cores import left_in_high_precision
+from duotone.conversion.attention_cores import idle_cores, left_in_high_precision
 from duotone.conversion.default_rules import Reason, Why
 from duotone.conversion.forwards import is_fast_path_closed
 from duotone.conversion.fusing import fused_row
@@ -194,7 +194,7 @@ def plan(
             remedy = "call duotone.convert(model, recipe) before, or leave the recipe out"
             raise UserError(f"nothing in {kind} follows recipes: {remedy}")
     rows: list[PlanRow] = []
-    skipped, trained = left_alone(model), trains(model)
+    skipped, trained, idle = left_alone(model), trains(model), idle_cores(model)
     planned = [module for module in model.modules() if isinstance(module, Planned)]
     with reads_without_effect(model):
         for name, module in model.named_modules():
@@ -204,7 +204,7 @@ def plan(
             if isinstance(module, Planned):
                 full_name = module.module_name if name and module.site.named else name
                 rows.extend(_rows(full_name, module, recipe or module.recipe, device, dtype, trained))
-            elif isinstance(module, DotProductAttention):
+            elif isinstance(module, DotProductAttention) and name not in idle:
                 place = device or (str(planned[0].weight.device) if planned else None)
                 products = module.plan_rows(recipe or module.recipe, place)
                 rows.extend(PlanRow(name, **product._asdict()) for product in products)

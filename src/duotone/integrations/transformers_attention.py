@@ -39,9 +39,8 @@ def attend(
     for name in UNKNOWN:
         if options.get(name) is not None:
             raise UserError(f"{title(core)}: attention of Duotone has no {name}; load the model with 'eager'")
-    if scaling is not None and core.softmax_scale != scaling:
+    if scaling is not None:
         core.softmax_scale = scaling
-        core.forget()
     if module.training and core.attention_dropout != dropout:
         core.attention_dropout = dropout
     heads = [x.transpose(1, 2) for x in (query, key, value)]
