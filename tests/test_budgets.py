@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40655
+LIBRARY_LINES = 40660
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -29,7 +29,7 @@ BUDGETS = {
     "attention": (3019, 20, 0),
     "cli": (1548, 2, 0),
     "comm": (202, 1, 1),
-    "compat": (2535, 7, 0),
+    "compat": (2537, 7, 0),
     "conversion": (2772, 5, 0),
     "dispatch": (3615, 1, 0),
     "distributed": (475, 3, 0),
@@ -37,8 +37,8 @@ BUDGETS = {
     "integrations": (775, 11, 0),
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),
-    "linear": (1947, 5, 0),
-    "modules": (742, 3, 0),
+    "linear": (1948, 5, 0),
+    "modules": (744, 3, 0),
     "observe": (2332, 6, 0),
     "ops": (1471, 0, 0),
     "optim": (893, 3, 0),

@@ -109,3 +109,5 @@ def test_what_has_no_counterpart_is_named() -> None:
         torchao.convert_to_float8_training(model(), config=config)
     with pytest.raises(UserError, match="allowed are 'tensorwise', 'rowwise', 'rowwise_with_gw_hp'"):
         torchao.convert_to_float8_training(model(), config="mxfp8")
+    with pytest.raises(UserError, match="module_filter_fn is 'x'; give a function"):
+        torchao.convert_to_float8_training(model(), module_filter_fn="x")

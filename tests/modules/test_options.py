@@ -811,7 +811,7 @@ class Ranks:
         (lambda: duotone.TransformerLayer(8, 8, 2, set_parallel_mode=True, tp_size=2), "needs a tp_group"),
         (
             lambda: duotone.GroupedLinear(2, 8, 8, tp_size=2),
-            "tp_size is 2; it repeats the size of tp_group beside parallel_mode",
+            "tp_size is 2; leave it out, or give parallel_mode 'column' or 'row' and the tp_group",
         ),
     ],
 )
@@ -824,6 +824,6 @@ def test_a_number_of_ranks_without_their_group_is_refused(make, message) -> None
 def test_a_number_of_ranks_may_repeat_the_groups() -> None:
     assert duotone.Linear(8, 8, parallel_mode="column", tp_group=Ranks(), tp_size=2).weight.shape == (4, 8)
     for wrong in (2, 0, "x"):
-        with pytest.raises(UserError, match="it repeats the size of tp_group beside parallel_mode"):
+        with pytest.raises(UserError, match="give parallel_mode 'column' or 'row' and the tp_group"):
             duotone.Linear(8, 8, tp_size=wrong)
     assert duotone.TransformerLayer(8, 8, 2, tp_size=1).self_attention.proj.layout.mode is None

@@ -143,6 +143,15 @@ def test_what_a_mixture_cannot_route_is_refused_in_one_line() -> None:
         moe.to("meta")(torch.ones(3, 16, device="meta"))
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_the_output_of_a_mixture_can_be_written_in_place(top_k: int) -> None:
+    moe, x = duotone.MoE(16, 32, 4, top_k=top_k), torch.randn(8, 16)
+    expected = torch.autograd.grad((moe(leaf := x.clone().requires_grad_()) * 2).sum(), leaf)[0]
+    y = moe(leaf := x.clone().requires_grad_())
+    y.mul_(2)
+    assert torch.equal(torch.autograd.grad(y.sum(), leaf)[0], expected)
+
+
 def test_a_role_for_a_part_that_takes_none_is_refused() -> None:
     """What a user put in the place of a linear has no slots."""
     mlp, role = duotone.LayerNormMLP(32, 64), duotone.QuantizerRole("linear", "input", "next")

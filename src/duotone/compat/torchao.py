@@ -157,6 +157,8 @@ def convert_to_float8_training(
     modules stay as they are, those of earlier calls too. UserError if the config has no counterpart.
     """
     require_model("convert_to_float8_training", module)
+    if module_filter_fn is not None and not callable(module_filter_fn):
+        raise UserError(f"module_filter_fn is {module_filter_fn!r}; give a function of a linear and its full name")
     recipe = recipe_from(config or Float8LinearConfig())
     excluded = {
         target.name: target.module

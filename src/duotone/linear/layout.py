@@ -197,7 +197,8 @@ def parallel_layout(
     if mode not in LAYOUTS:
         raise UserError(f"parallel_mode {mode!r} is unknown; allowed are None, 'column' and 'row'")
     if not isinstance(tp_size, int) or tp_size < 1 or (mode is None and tp_size != 1):
-        raise UserError(f"tp_size is {tp_size!r}; it repeats the size of tp_group beside parallel_mode: leave it out")
+        remedy = "leave it out, or give parallel_mode 'column' or 'row' and the tp_group whose size it repeats"
+        raise UserError(f"tp_size is {tp_size!r}; {remedy}")
     if mode is None:
         if sequence_parallel:
             raise UserError("sequence_parallel needs parallel_mode 'column' or 'row'; give one, and its tp_group")

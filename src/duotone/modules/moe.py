@@ -95,9 +95,11 @@ class Routing(Rows):
     def combine(self, y: Tensor, weights: Tensor) -> Tensor:
         """(T k, H) of the experts and the weights (T, k) of the choices -> (T, H), summed in the order of `weights`."""
         chosen = move(y, lambda rows: rows[self.inverse], lambda choices: choices[self.order])
-        parts = (chosen.view(-1, self.choices, y.shape[-1]) * weights.unsqueeze(-1)).to(y.dtype).unbind(1)
-        total = parts[0]
-        for part in parts[1:]:
+        parts = (chosen.view(-1, self.choices, y.shape[-1]) * weights.unsqueeze(-1)).to(y.dtype)
+        if self.choices == 1:
+            return parts.squeeze(1)  # `unbind` gives a view that nobody may write in place
+        total, *rest = parts.unbind(1)
+        for part in rest:
             total = total + part
         return total
 
