@@ -223,7 +223,13 @@ def scheme_of_group(group: Mapping[str, object]) -> Scheme:
     for scheme in SCHEMES.values():
         if _described(group) == _described(scheme.group()):
             return scheme
-    raise UserError(f"a checkpoint of weights {_described(group)} cannot be read; these can: {', '.join(SCHEMES)}")
+    raise UserError(f"a checkpoint of weights with {_words(group)} cannot be read; these can: {', '.join(SCHEMES)}")
+
+
+def _words(group: Mapping[str, object]) -> str:
+    sides = zip(("", "input_activations."), _described(group), strict=False)
+    pairs = ((name + key, value) for name, side in sides if isinstance(side, Mapping) for key, value in side.items())
+    return ", ".join(f"{key} {value}" for key, value in pairs if value is not None) or f"the group {group!r}"
 
 
 def _described(group: Mapping[str, object]) -> list[object]:
