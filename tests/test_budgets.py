@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40666
+LIBRARY_LINES = 40667
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -30,7 +30,7 @@ BUDGETS = {
     "cli": (1548, 2, 0),
     "comm": (202, 1, 1),
     "compat": (2537, 7, 0),
-    "conversion": (2772, 5, 0),
+    "conversion": (2776, 6, 0),
     "dispatch": (3615, 1, 0),
     "distributed": (475, 3, 0),
     "formats": (1517, 0, 0),
@@ -44,7 +44,7 @@ BUDGETS = {
     "optim": (893, 3, 0),
     "package": (354, 1, 0),
     "pipeline": (1672, 15, 0),
-    "planned": (3592, 15, 1),
+    "planned": (3589, 15, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1463, 0, 0),

@@ -73,9 +73,14 @@ def remove_cores(model: nn.Module) -> None:
         module._modules.pop(CORE, None)
 
 
+def other_attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The attention modules that transformers runs itself now, since another implementation is set."""
+    return ((name, module) for name, module in attentions(model) if module.config._attn_implementation != NAME)
+
+
 def idle_cores(model: nn.Module) -> set[str]:
-    """The names of the `DotProductAttention`s that transformers does not call, since another attention is set now."""
-    return {f"{name}.{CORE}" for name, module in attentions(model) if module.config._attn_implementation != NAME}
+    """The names of the `DotProductAttention`s that transformers does not call."""
+    return {f"{name}.{CORE}" for name, _ in other_attentions(model)}
 
 
 def left_in_high_precision(name: str, module: nn.Module, recipe: Recipe) -> str | None:
@@ -98,7 +103,6 @@ def left_in_high_precision(name: str, module: nn.Module, recipe: Recipe) -> str 
 
 def refuse_other_attention(model: nn.Module, recipe: Recipe) -> None:
     """RecipeError if a strict recipe asks for products of an attention that transformers runs itself."""
-    for name, module in attentions(model) if recipe.strict else ():
-        other = module.config._attn_implementation != NAME
-        if other and (why := left_in_high_precision(name, module, recipe)):
+    for name, module in other_attentions(model) if recipe.strict else ():
+        if why := left_in_high_precision(name, module, recipe):
             raise RecipeError(f"strict: {name}: {why}; or leave roles of module type 'dpa' in high precision")

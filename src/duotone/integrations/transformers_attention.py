@@ -39,7 +39,7 @@ def attend(
     for name in UNKNOWN:
         if options.get(name) is not None:
             raise UserError(f"{title(core)}: attention of Duotone has no {name}; load the model with 'eager'")
-    if scaling is not None:
+    if scaling is not None and core.softmax_scale != scaling:
         core.softmax_scale = scaling
     if module.training and core.attention_dropout != dropout:
         core.attention_dropout = dropout

@@ -143,7 +143,7 @@ class Planner:
     def plan(self, recipe: Recipe, call: Call | None = None, mode: AmaxMode = AmaxMode.USE) -> LinearPlan:
         """The plan under a recipe. See `answer` for when the recipe is asked."""
         plan = build_plan(self.request(recipe, call), self.answer(recipe))
-        if plan.weight.is_kept and any(map(is_sent, self.module.weights)):
+        if plan.weight.is_kept and any(map(is_sent, weights_of(self.module))):
             require_planes(self.module, plan.weight)
         if mode is AmaxMode.DEFER:  # its recompute takes the seeds of a forward with gradients
             plan = replace(plan, seeds=sum(operand.stream is not None for operand in plan.operands.values()))
@@ -181,19 +181,18 @@ class Planner:
                 raise UserError(f"{title(module)}: compiled code calibrates no scales; calibrate in eager code")
             mode = AmaxMode.RECORD if tracked else AmaxMode.DEFER if STACK.defers else AmaxMode.USE
             return self._traced(module, recipe, info, grads, mode, group, weight_held, weight_dtype)
-        recorded = None if region is None or in_backward() else region.calibrating
+        recorded = None if region is None or region.calibrating is None or in_backward() else region.calibrating
         key = (recipe.key, grads, mode, *info[:2], info.index, group, info.quantizer, weight_held, recorded, layout)
         last = self.last
         if last is not None and last[0] == key:
             return last[1]
-        with reads_without_effect(module):
-            stage = self.stages.get(key)
-            if stage is None:
-                call = Call(info.place, info.dtype, grads, info.quantizer, layout)
-                stage = self.resolve(recipe, call, group, mode, recorded)
-                self._drop_dead_plans()
-                self.stages[key] = stage
-            self._switch_to(stage.plan, mode)
+        stage = self.stages.get(key)
+        if stage is None:
+            call = Call(info.place, info.dtype, grads, info.quantizer, layout)
+            stage = self.resolve(recipe, call, group, mode, recorded)
+            self._drop_dead_plans()
+            self.stages[key] = stage
+        self._switch_to(stage.plan, mode)
         self.last = (key, stage)
         return stage
 
@@ -307,7 +306,7 @@ class Planner:
         if plan.is_delayed and mode is not AmaxMode.USE:
             delayed_states.states_for(module, plan)  # another recipe may have given the states other parameters since
             self.followed = ""
-        for weight in module.weights:
+        for weight in weights_of(module):
             if not isinstance(weight, QuantizedTensor):
                 return
             if plan.weight.source is DEQUANTIZE_HELD and not self.warned and not in_pipeline(SHAPES):

@@ -20,7 +20,6 @@ from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, define_op
 from duotone.linear.layout import Layout
 from duotone.numbered import ByName, Numbered, constant_in_traces
-from duotone.planned.parametrizations import reads_without_effect
 from duotone.recipes.recipe import drop_dead, keep_for_graphs, recipe_of
 from duotone.state.delayed_slot import define_slot_ops
 from duotone.state.frames import is_trace_recomputed
@@ -310,8 +309,7 @@ def plan_name(fields: tuple[Any, ...]) -> str:
         # A trace may replace parameters (torch.func.functional_call), so that no module has such a weight.
         planner = next((each for each in alike if each.has_weight(key, call.dtype)), alike[0])
         mode = AMAX_MODES[key.mode]
-        with reads_without_effect(planner.module):
-            stage = planner.template(name, recipe_of(key.recipe), call, mode, alike)
+        stage = planner.template(name, recipe_of(key.recipe), call, mode, alike)
         _forget_gone()
         _drop_dead(_NAMES.setdefault(key.config, {}))
         _NAMES[key.config][key.recipe, name] = name

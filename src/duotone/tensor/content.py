@@ -18,7 +18,7 @@ class Uncompared(NamedTuple):
 
 
 class WithContent:
-    """An object that compares by content. The `==` of a user's subclass may leave attributes out."""
+    """An object whose content tells whether another is alike: the `==` of a user's class may leave attributes out."""
 
     @property
     def content(self) -> Hashable:
