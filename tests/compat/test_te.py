@@ -503,3 +503,26 @@ def test_attention_follows_a_recipe_under_the_names_of_transformer_engine(te) ->
     with duotone.autocast(recipe="mxfp8"):
         assert torch.equal(attention(x), plain(x))
         assert torch.equal(core(*heads), plain_core(*heads))
+
+
+def test_packed_sequences_are_padded_for_ranks(te) -> None:
+    """By hand: sequences of 3, 4 and 1 tokens, up to multiples of 4."""
+    module = import_module("transformer_engine.pytorch.attention.dot_product_attention.context_parallel")
+    tokens, edges = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]]), torch.tensor([0, 3, 7, 8], dtype=torch.int32)
+    padded = module.pad_thd_sequences_for_cp(tokens, -tokens, edges, 4, padding_token_id=9)
+    assert padded[0].tolist() == [1, 2, 3, 9, 4, 5, 6, 7, 8, 9, 9, 9]
+    assert padded[1].tolist() == [-1, -2, -3, -100, -4, -5, -6, -7, -8, -100, -100, -100]
+    assert padded[2].tolist() == [0, 4, 8, 12] and padded[2].dtype is torch.int32
+    positions = module.generate_positional_ids_for_cp(edges, 4)
+    assert positions.tolist() == [0, 1, 2, 3] * 3 and positions.dtype is torch.long
+    whole = module.get_batch_on_this_cp_rank(padded[2], *padded[:2])
+    assert whole[0] is padded[0] and whole[1] is padded[1] and whole[2] is None
+    with pytest.raises(UserError, match="context_parallel"):
+        module.AttnFuncWithCPAndKVP2P()
+
+
+def test_lengths_with_padding_need_those_of_queries(te) -> None:
+    core = te.DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding")
+    edges = torch.tensor([0, 4])
+    with pytest.raises(UserError, match="cu_seqlens_q_padded"):
+        core(*[torch.ones(4, 2, 8)] * 3, cu_seqlens_q=edges, cu_seqlens_kv_padded=edges)

@@ -63,6 +63,10 @@ PYTORCH = {
     "fp8_model_init": f"{PACKAGE}.contexts:quantized_model_init",
     "get_default_fp8_recipe": f"{PACKAGE}.contexts:get_default_recipe",
 }
+CONTEXT_PARALLEL = _all(
+    f"{PACKAGE}.context_parallel",
+    "generate_positional_ids_for_cp get_batch_on_this_cp_rank pad_thd_sequences_for_cp",
+)
 EXTENSIONS = _all(f"{PACKAGE}.contexts", "device_supports_multicast")
 PARTS = (
     "attention attention.dot_product_attention attention.dot_product_attention.dot_product_attention "
@@ -92,6 +96,7 @@ MODULES: dict[str, Mapping[str, str]] = {
     **{f"transformer_engine.pytorch.{part}": PYTORCH for part in PARTS.split()},
     **{module: {} for module in MODULES_WITHOUT},
     **dict.fromkeys(("transformer_engine_torch", "transformer_engine.pytorch.cpp_extensions"), EXTENSIONS),
+    "transformer_engine.pytorch.attention.dot_product_attention.context_parallel": CONTEXT_PARALLEL,
 }
 """Each module with its names, and where they are: "module:name"."""
 
@@ -112,6 +117,7 @@ NATIVE = {
     f"spike_factor=0.0 and {NUMERICS}",
     "FusedAdam": "duotone.optim.AdamW, with weight_decay=0.0",
     "FusedSGD": "torch.optim.SGD",
+    **dict.fromkeys(CONTEXT_PARALLEL, "torch.distributed.tensor.experimental.context_parallel, and torch to pad"),
     "autocast": "duotone.autocast, with recipe=",
     "checkpoint": "torch.utils.checkpoint.checkpoint",
     "fp8_autocast": "duotone.autocast, with recipe= for fp8_recipe= and amax_reduction_group= for fp8_group=",

@@ -6,12 +6,21 @@ Lightning knows modules of Transformer Engine by "transformer_engine.pytorch" in
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from duotone import attention, modules, ops
+from duotone.attention.heads import token_axis
+from duotone.attention.rotary import Angles
+from duotone.compat.transformer_engine.context_parallel import (
+    Lengths,
+    Sequences,
+    TokenOrder,
+    angles_at,
+    require_shares,
+)
 from duotone.compat.transformer_engine.contexts import CudaRNGStatesTracker
 from duotone.compat.transformer_engine.options import CALLS, ORDER, Options, by_name, counterparts
 from duotone.errors import UserError
@@ -205,17 +214,66 @@ class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
             super().__setattr__(name, value)
 
 
-def drop_unused_mask(named: Options, default: str) -> None:
-    """Drop a mask if the type of mask needs none, as Transformer Engine does."""
+def drop_unused(named: Options, default: str, layout: str) -> None:
+    """Drop masks and lengths that the type of mask does not need, as Transformer Engine does."""
     kind = named.get("attn_mask_type") or default
     if "padding" not in kind and kind != "arbitrary":
         named.pop("attention_mask", None)
+    if "padding" not in kind and layout != "thd":
+        named.pop("cu_seqlens_q", None)
+        named.pop("cu_seqlens_kv", None)
 
 
-class DotProductAttention(TakesTheirArguments, attention.DotProductAttention):
+def pop_padded(named: Options) -> tuple[Lengths, Lengths]:
+    """Edges of sequences with their padding, of queries and of keys. UserError for those of keys alone."""
+    of_queries, of_keys = (named.pop(f"cu_seqlens_{side}_padded", None) for side in ("q", "kv"))
+    if of_queries is None and of_keys is not None:
+        raise UserError("cu_seqlens_kv_padded comes without cu_seqlens_q_padded; give both")
+    return of_queries, of_keys
+
+
+class SharesSequences:
+    """Mixed in before modules with attention, whose sequences may lie over ranks."""
+
+    def set_context_parallel_group(
+        self,
+        cp_group: "ProcessGroup | None",
+        cp_global_ranks: object = None,
+        cp_stream: object = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Let the ranks of a group share sequences from the next forward on. None is for one rank.
+
+        Heads travel by all-to-all for every `cp_comm_type`: results do not depend on it. No stream is needed. UserError
+        for several groups, and if the ranks do not divide the heads.
+        """
+        if cp_group is not None and not hasattr(cp_group, "group_name"):
+            raise UserError(f"cp_group is {cp_group!r}; give one process group, whose ranks share the sequences")
+        name = cp_group.group_name if cp_group is not None and cp_group.size() > 1 else ""
+        cores = [core for core in self.modules() if isinstance(core, DotProductAttention)]  # type: ignore[attr-defined]
+        for core in cores:
+            require_shares(core.num_attention_heads, core.num_gqa_groups, name)
+        for core in cores:
+            core.cp_group = name
+
+
+class DotProductAttention(SharesSequences, TakesTheirArguments, attention.DotProductAttention):
     """`duotone.DotProductAttention` with their arguments."""
 
     get_rng_state_tracker: Tracker | None = None
+    cp_group: str = ""
+    """The name of the group whose ranks share sequences, or ""."""
+    padded: tuple[Lengths, Lengths] = (None, None)
+    """Edges of sequences with their padding, of queries and of keys, in a call to the module around this one."""
+
+    def __init__(self, *values: object, cp_group: "ProcessGroup | None" = None, **options: object) -> None:
+        super().__init__(*values, **options)
+        self.set_context_parallel_group(cp_group)
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether attention takes tokens in another order than the module around it has them."""
+        return bool(self.cp_group) or self.padded[0] is not None
 
     def prepare_constructor(self, named: Options) -> None:
         """Divide the heads by the ranks: Transformer Engine takes the heads of all ranks, Duotone those of one."""
@@ -225,27 +283,100 @@ class DotProductAttention(TakesTheirArguments, attention.DotProductAttention):
         for name in ("tp_group", "tp_size", "sequence_parallel", "attention_type"):
             named.pop(name, None)
 
-    def prepare_call(self, named: Options) -> None:
-        drop_unused_mask(named, self.attn_mask_type)
-
     def forward(self, *values: object, **options: object) -> object:
         """Weights are dropped by the random numbers of this rank."""
+        named = by_name(f"te.{self.title}.forward", CALLS[self.title].split(), values, options)
+        layout = named.get("qkv_format") or self.qkv_format
+        drop_unused(named, self.attn_mask_type, layout)
+        padded = pop_padded(named)
+        padded = self.padded if padded[0] is None else padded
+        padded = padded if layout == "thd" else (None, None)
+        order = None
+        if self.cp_group or padded[0] is not None:
+            order = self._collect(named, padded, layout)
         with _fork(self.get_rng_state_tracker if self.dropout else None):
-            return super().forward(*values, **options)
+            out = super().forward(**named)
+        if order is None:
+            return out
+        assert isinstance(out, Tensor)
+        return order.spread(torch.unflatten(out, -1, (-1, self.channels[1])), layout).flatten(-2)
+
+    def _collect(self, named: Options, padded: tuple[Lengths, Lengths], layout: str) -> TokenOrder:
+        """Put heads in the order of attention in the place of those of a call. Returns the order of queries."""
+        for name in ("attention_mask", "kv_cache"):
+            if named.get(name) is not None:
+                raise UserError(f"te.{self.title} takes no {name} beside a cp_group or padded lengths; give cu_seqlens")
+        query, key, value = (named[f"{kind}_layer"] for kind in ("query", "key", "value"))
+        order = of_keys = self._order(query, named.get("cu_seqlens_q"), padded[0], layout)
+        if named.get("cu_seqlens_kv") is not None or query.shape[:-2] != key.shape[:-2]:
+            of_keys = self._order(key, named.get("cu_seqlens_kv"), padded[1], layout)
+        named["query_layer"] = order.collect(query, layout)
+        named["key_layer"], named["value_layer"] = (of_keys.collect(x, layout) for x in (key, value))
+        return order
+
+    def _order(self, x: Tensor, lengths: Lengths, padded: Lengths, layout: str) -> TokenOrder:
+        edges = padded if padded is not None or layout != "thd" else lengths
+        sequences = Sequences.of(x.shape[token_axis(layout)], x.device, edges, self.cp_group)
+        return sequences.order(None if padded is None else lengths)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in super().__getstate__().items() if name != "cp_group"}
 
 
-class MultiheadAttention(TransformerEngineBaseModule, attention.MultiheadAttention):
+class TakesPadding(SharesSequences):
+    """Mixed in before modules around attention. Lengths with padding are for attention alone."""
+
+    def forward(self, *values: object, **options: object) -> object:
+        title: str = self.title  # type: ignore[attr-defined]
+        named = by_name(f"te.{title}.forward", CALLS[title].split(), values, options)
+        padded = pop_padded(named)
+        if padded[0] is None:
+            return super().forward(**named)  # type: ignore[misc]
+        cores = [core for core in self.modules() if isinstance(core, DotProductAttention)]  # type: ignore[attr-defined]
+        try:
+            for core in cores:
+                core.padded = padded
+            return super().forward(**named)  # type: ignore[misc]
+        finally:
+            for core in cores:
+                core.padded = (None, None)
+
+
+class MultiheadAttention(TakesPadding, TransformerEngineBaseModule, attention.MultiheadAttention):
     """`duotone.MultiheadAttention` with their arguments."""
 
+    core_attention: DotProductAttention
+
     def prepare_call(self, named: Options) -> None:
-        drop_unused_mask(named, self.core_attention.attn_mask_type)
+        drop_unused(named, self.core_attention.attn_mask_type, self.qkv_format)
+
+    def _check_masking(self, *arguments: Any) -> None:
+        if not self.core_attention.is_reordered:
+            super()._check_masking(*arguments)
+
+    def _boundary(self, *arguments: Any) -> tuple[bool, bool]:
+        return (False, False) if self.core_attention.is_reordered else super()._boundary(*arguments)
+
+    def _place(self, heads: Tensor, norm: nn.Module | None, angles: Angles | None, cu_seqlens: Lengths) -> Tensor:
+        core, is_packed = self.core_attention, self.qkv_format == "thd"
+        if angles is not None and core.is_reordered:
+            if self.attention_type == "cross":
+                raise UserError(f"{title(self)} turns no heads of cross attention beside a cp_group or padded lengths")
+            edges = core.padded[0] if core.padded[0] is not None else cu_seqlens
+            tokens = heads.shape[token_axis(self.qkv_format)]
+            sequences = Sequences.of(tokens, heads.device, edges if is_packed else None, core.cp_group)
+            angles = angles_at(angles, sequences.places()[1])
+            cu_seqlens = torch.tensor([0, tokens], device=heads.device) if is_packed else None
+        return super()._place(heads, norm, angles, cu_seqlens)
 
 
-class TransformerLayer(TakesTheirArguments, attention.TransformerLayer, further=(attention.MultiheadAttention,)):
+class TransformerLayer(
+    TakesPadding, TakesTheirArguments, attention.TransformerLayer, further=(attention.MultiheadAttention,)
+):
     """`duotone.TransformerLayer` with their arguments."""
 
 
-CLASSES = {cls.__bases__[1]: cls for cls in (LayerNormMLP, DotProductAttention, MultiheadAttention)}
+CLASSES = {cls.__bases__[-1]: cls for cls in (LayerNormMLP, DotProductAttention, MultiheadAttention)}
 
 
 def replace_classes(module: nn.Module, tracker: Tracker | None) -> None:
