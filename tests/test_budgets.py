@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 40667
+LIBRARY_LINES = 41025
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -29,7 +29,7 @@ BUDGETS = {
     "attention": (3019, 20, 0),
     "cli": (1548, 2, 0),
     "comm": (202, 1, 1),
-    "compat": (2537, 7, 0),
+    "compat": (2895, 9, 0),
     "conversion": (2776, 6, 0),
     "dispatch": (3615, 1, 0),
     "distributed": (475, 3, 0),

@@ -183,7 +183,7 @@ def test_what_cannot_be_differentiated_again_says_so_in_one_line() -> None:
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 def test_a_backward_override_changes_gradients_alone(override) -> None:
     recipe = duotone.Float8CurrentScaling(fp8_dpa=True, backward_override=override)
-    rows = {row.gemm: (row.a, row.b) for row in core(recipe).plan_rows(recipe)}
+    rows = {row.gemm: (row.a, row.b) for row in core(recipe).plan_rows(recipe, "cpu")}
     codes, plain = "fp8_e4m3_tensor", "identity"
     gradient = codes if override == "dequantized" else plain
     assert rows["QK^T again"] == (codes, codes) and rows["dO V^T"] == (plain, gradient)

@@ -117,7 +117,7 @@ def test_recipes_for_linears_do_not_ask_for_attention(name, custom) -> None:
     recipe = CustomRecipe(qfactory=RECIPES[name], strict=True) if custom else recipes.load(name)
     core = DotProductAttention(4, 8, name="core", recipe=recipe)
     core(*heads())
-    assert [tuple(row) for row in core.plan_rows(recipe)] == [
+    assert [tuple(row) for row in core.plan_rows(recipe, "cpu")] == [
         ("QK^T", "identity", "identity", "attention runs in high precision", "torch", True),
         ("PV", "identity", "identity", "attention runs in high precision", "torch", True),
     ]
@@ -139,7 +139,7 @@ def test_a_request_runs_as_its_recipe_says_and_is_in_the_plan(name) -> None:
     inputs = heads()
     out, plain = core(*inputs), DotProductAttention(4, 8)(*inputs)
     assert not torch.equal(out, plain) and (out - plain).norm() < 0.1 * plain.norm()
-    rows = {row.gemm: (row.a, row.b) for row in core.plan_rows(recipe)}
+    rows = {row.gemm: (row.a, row.b) for row in core.plan_rows(recipe, "cpu")}
     kinds = {kind: recipe.attention_quantizer(dpa(kind)) for kind in ("qkv", "s", "do", "dp")}
     planes = {kind: (each.rowwise.name, each.columnwise.name) for kind, each in kinds.items()}
     assert rows == {
@@ -164,7 +164,7 @@ def test_a_request_runs_as_its_recipe_says_and_is_in_the_plan(name) -> None:
 def test_rules_for_all_alike_or_for_linears_do_not_ask_even_where_strict(rules) -> None:
     core = DotProductAttention(4, 8, name="core", recipe=RuleRecipe(rules=rules, strict=True))
     core(*heads())
-    assert {row.reason for row in core.plan_rows(core.recipe)} == {"attention runs in high precision"}
+    assert {row.reason for row in core.plan_rows(core.recipe, "cpu")} == {"attention runs in high precision"}
 
 
 def strict(name: str) -> recipes.Recipe:
@@ -192,7 +192,7 @@ def test_a_factory_that_fails_at_a_boundary_stops_before_any_projection_ran() ->
 @pytest.mark.parametrize("name", ["factory", "rules"])
 def test_strict_makes_a_request_an_error_in_the_plan_and_in_every_forward(name) -> None:
     core = DotProductAttention(4, 8, name="a.core", recipe=strict(name))
-    for call in (lambda: core.plan_rows(core.recipe), lambda: core(*heads()), lambda: core(*heads())):
+    for call in (lambda: core.plan_rows(core.recipe, "cpu"), lambda: core(*heads()), lambda: core(*heads())):
         with pytest.raises(RecipeError) as error:
             call()
         assert "strict: a.core would emulate its products" in str(error.value) and "\n" not in str(error.value)
@@ -205,7 +205,7 @@ def test_strict_takes_formats_that_an_attention_kernel_takes() -> None:
     recipe = CustomRecipe(qfactory=lambda role: RECIPES["nvfp4-linear-fp8-dpa"](role), strict=True, fp8_dpa=True)
     core = DotProductAttention(4, 64, name="a", recipe=recipe)
     core(*(torch.randn(4, 2, 4, 64) for _ in range(3)))
-    assert {row.kernel for row in core.plan_rows(recipe)} == {"blocks of keys"}
+    assert {row.kernel for row in core.plan_rows(recipe, "cpu")} == {"blocks of keys"}
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_strict_refuses_heads_and_dropout_that_no_attention_kernel_takes(width, 
     recipe = duotone.Float8CurrentScaling(fp8_dpa=True, strict=True)
     core = DotProductAttention(4, width, attention_dropout=dropout, name="a", recipe=recipe)
     x = [torch.randn(4, 2, 4, wide) for wide in (core.channels[0], *core.channels)]
-    for call in (lambda: core.plan_rows(recipe), lambda: core(*x), lambda: core(*x)):
+    for call in (lambda: core.plan_rows(recipe, "cpu"), lambda: core(*x), lambda: core(*x)):
         with pytest.raises(RecipeError, match=f"strict: a would emulate its products: .*{reason}"):
             call()
     if dropout:
@@ -318,7 +318,7 @@ def test_boundaries_follow_names_that_come_later() -> None:
 def test_rules_by_name_reach_attention_once_modules_are_named() -> None:
     rules = (Rule(module="1.*", module_type="dpa", format="mxfp8_e4m3"),)
     layers = duotone.assign_names(torch.nn.ModuleList(MultiheadAttention(32, 4) for _ in range(2)))
-    formats = [m.core_attention.plan_rows(RuleRecipe(rules=rules))[0].a for m in layers]
+    formats = [m.core_attention.plan_rows(RuleRecipe(rules=rules), "cpu")[0].a for m in layers]
     assert formats == ["identity", "mxfp8_e4m3"]
 
 

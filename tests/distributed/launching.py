@@ -45,6 +45,8 @@ def run(workers: Sequence[Path], folder: Path, world: int, rank: int, backend: s
     gc.freeze()  # what was imported: the collector walked over it again and again
     gc.set_threshold(20_000, 50, 100)
     torch._C._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0  # as in conftest.py
+    if backend == "gloo":
+        torch.cuda.is_available = lambda: False  # CUDA does not work in copies of a process
     for worker in workers:
         sys.argv = [str(worker), str(folder_of(worker, folder)), str(world), str(rank), backend]
         runpy.run_path(str(worker), run_name="__main__")

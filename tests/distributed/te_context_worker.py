@@ -1,5 +1,6 @@
 """Sequences over a `cp_group`, as scripts for Transformer Engine share them, against one process."""
 
+import itertools
 import pickle
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ REAL = [0, 5, 17, 24]
 def rows(edges: list[int]) -> list[int]:
     """The tokens of this rank: the first and the last of four chunks of each sequence, or the two between."""
     pieces = []
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         chunks = torch.arange(start, end).chunk(4)
         pieces += [chunks[0], chunks[3]] if dist.get_rank() == 0 else [chunks[1], chunks[2]]
     return torch.cat(pieces).tolist()
@@ -43,7 +44,13 @@ def layer(layout: str, mask: str, **options: Any) -> nn.Module:
     torch.manual_seed(11)
     options = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "num_gqa_groups": GROUPS, **options}
     return te.TransformerLayer(
-        WIDTH, 2 * WIDTH, HEADS, attn_input_format=layout, self_attn_mask_type=mask, params_dtype=torch.float32, **options
+        WIDTH,
+        2 * WIDTH,
+        HEADS,
+        attn_input_format=layout,
+        self_attn_mask_type=mask,
+        params_dtype=torch.float32,
+        **options,
     )
 
 
@@ -98,7 +105,7 @@ def padding_between_sequences_is_not_seen(folder: Path) -> None:
     core = te.DotProductAttention(HEADS, 8, num_gqa_groups=GROUPS, attn_mask_type="padding_causal", qkv_format="thd")
     heads = [torch.randn(PADDED[-1], count, 8) for count in (HEADS, GROUPS, GROUPS)]
     want = torch.zeros(PADDED[-1], HEADS * 8)
-    for start, (first, end) in zip(PADDED, zip(REAL, REAL[1:], strict=False), strict=False):
+    for start, (first, end) in zip(PADDED, itertools.pairwise(REAL), strict=False):
         part = slice(start, start + end - first)
         q, k, v = (x[part].transpose(0, 1)[None] for x in heads)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -8,6 +8,7 @@ Pictures are synthetic. Examples that ask for a GPU run where one is.
 import os
 import re
 import runpy
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -79,3 +80,16 @@ def test_an_example_runs_unmodified(te, pictures, name: str, tmp_path, monkeypat
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     assert re.search("loss|peak memory", capsys.readouterr().out.lower())
+
+
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_sequences_over_two_ranks_pass_the_tests_of_the_example(layout: str) -> None:
+    """Its tests read what its runner wrote to /tmp. Unmodified on two GPUs, else with the names of devices replaced."""
+    folder, ranks = EXAMPLES / "transformer", Path(__file__).parent / "te_on_ranks.py"
+    for file in Path("/tmp").glob(f"{layout}_*"):
+        file.unlink()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(ranks)]
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"test_context_parallel_{layout}.py"]
+    subprocess.run([*torchrun, str(folder / f"context_parallel_runner_{layout}.py")], check=True, timeout=300)
+    result = subprocess.run(tests, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0 and "skipped" not in result.stdout, result.stdout[-3000:]

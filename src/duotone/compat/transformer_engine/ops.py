@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from duotone import ops
 from duotone.compat.transformer_engine.options import Options
-from duotone.compat.transformer_engine.pytorch import default_device, ranks
+from duotone.compat.transformer_engine.their_arguments import default_device, ranks
 from duotone.errors import UserError
 
 RENAMED = {

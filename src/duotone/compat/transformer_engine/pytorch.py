@@ -3,15 +3,12 @@
 Lightning knows modules of Transformer Engine by "transformer_engine.pytorch" in the name of their module.
 """
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from duotone import attention, modules, ops
+from duotone import attention, modules
 from duotone.attention.heads import token_axis
 from duotone.attention.rotary import Angles
 from duotone.compat.transformer_engine.context_parallel import (
@@ -21,94 +18,14 @@ from duotone.compat.transformer_engine.context_parallel import (
     angles_at,
     require_shares,
 )
-from duotone.compat.transformer_engine.contexts import CudaRNGStatesTracker
-from duotone.compat.transformer_engine.options import CALLS, ORDER, Options, by_name, counterparts
+from duotone.compat.transformer_engine.options import CALLS, Options, by_name
+from duotone.compat.transformer_engine.their_arguments import CLASSES, TakesTheirArguments, Tracker, fork, ranks
 from duotone.errors import UserError
 from duotone.linear.layout import parallel_layout
 from duotone.pipeline.titles import title
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-Tracker = Callable[[], CudaRNGStatesTracker]
-STD = 0.023
-"""Without an `init_method`, weights are normal with this standard deviation, and biases are zero."""
-
-
-def normal(weight: Tensor) -> None:
-    """Fill a weight from the normal distribution with `STD`, in place."""
-    nn.init.normal_(weight, std=STD)
-
-
-def default_device() -> str | None:
-    """The device that modules are built on: the GPU, if one exists and torch has no other default device."""
-    return "cuda" if torch.cuda.is_available() and torch.get_default_device().type == "cpu" else None
-
-
-def arguments(function: Callable[..., object]) -> Iterator[str]:
-    """The names of the arguments of a function that can be passed by name, without `self`."""
-    parameters = inspect.signature(function).parameters.values()
-    return (p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self")
-
-
-def constructor_arguments(*bases: type) -> frozenset[str]:
-    """The arguments of the bases that are Duotone's classes. Each passes other arguments on to the next one."""
-    classes = {cls for base in bases for cls in base.__mro__ if cls.__module__.startswith("duotone.")}
-    return frozenset(name for cls in classes if "__init__" in vars(cls) for name in arguments(cls.__init__))
-
-
-def ranks(named: Options) -> int:
-    """The number of ranks that share the module."""
-    group = named.get("tp_group")
-    return named.get("tp_size", 1) if group is None else group.size()
-
-
-class TakesTheirArguments:
-    """Mixed in before a module of Duotone. `title` is its name in Transformer Engine."""
-
-    title: ClassVar[str]
-    constructor: ClassVar[frozenset[str]]
-    call: ClassVar[frozenset[str]]
-
-    def __init_subclass__(cls, further: tuple[type, ...] = (), **options: object) -> None:
-        super().__init_subclass__(**options)
-        if cls.__module__ == __name__ and issubclass(cls.__bases__[-1], nn.Module):
-            base = cls.__bases__[-1]
-            cls.title = cls.__name__
-            cls.constructor = constructor_arguments(base, *further)
-            cls.call = frozenset(arguments(base.forward))
-
-    def __init__(self, *values: object, **options: object) -> None:
-        named = by_name(f"te.{self.title}", ORDER[self.title].split(), values, options)
-        tracker = named.pop("get_rng_state_tracker", None)
-        sequence_parallel, size = bool(named.get("sequence_parallel")), ranks(named)
-        self.prepare_constructor(named)
-        for method in {"init_method", "output_layer_init_method"} & self.constructor:
-            named[method] = _forked(named.get(method) or normal, tracker)
-        if "device" in self.constructor and named.get("device") is None:
-            named["device"] = default_device()
-        super().__init__(**counterparts(f"te.{self.title}", named, self.constructor))
-        assert isinstance(self, nn.Module)
-        self.tp_size = size
-        for name, parameter in self.named_parameters(recurse=False):
-            if "layer_norm" in name or isinstance(self, ops.LayerNorm | ops.RMSNorm):
-                parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]  # who sums its gradient
-        replace_classes(self, tracker)
-
-    def forward(self, *values: object, **options: object) -> object:
-        call = f"te.{self.title}.forward"
-        named = by_name(call, CALLS[self.title].split(), values, options)
-        self.prepare_call(named)
-        return super().forward(**counterparts(call, named, self.call))  # type: ignore[misc]
-
-    def prepare_constructor(self, named: Options) -> None:
-        """Drop arguments for many ranks if there is one rank."""
-        if ranks(named) == 1:
-            for name in ("tp_group", "tp_size", "parallel_mode", "set_parallel_mode", "sequence_parallel"):
-                named.pop(name, None)
-
-    def prepare_call(self, named: Options) -> None:
-        """Change arguments of a forward that mean something else in Duotone."""
 
 
 class TransformerEngineBaseModule(TakesTheirArguments):
@@ -294,7 +211,7 @@ class DotProductAttention(SharesSequences, TakesTheirArguments, attention.DotPro
         order = None
         if self.cp_group or padded[0] is not None:
             order = self._collect(named, padded, layout)
-        with _fork(self.get_rng_state_tracker if self.dropout else None):
+        with fork(self.get_rng_state_tracker if self.dropout else None):
             out = super().forward(**named)
         if order is None:
             return out
@@ -376,28 +293,4 @@ class TransformerLayer(
     """`duotone.TransformerLayer` with their arguments."""
 
 
-CLASSES = {cls.__bases__[-1]: cls for cls in (LayerNormMLP, DotProductAttention, MultiheadAttention)}
-
-
-def replace_classes(module: nn.Module, tracker: Tracker | None) -> None:
-    """Let the modules inside take Transformer Engine's arguments too. Attributes do not depend on the class."""
-    for inner in module.modules():
-        inner.__class__ = CLASSES.get(type(inner), type(inner))
-        if tracker is not None and isinstance(inner, DotProductAttention):
-            inner.get_rng_state_tracker = tracker
-
-
-def _fork(tracker: Tracker | None) -> AbstractContextManager[object]:
-    return nullcontext() if tracker is None else tracker().fork()
-
-
-def _forked(fill: Callable[[Tensor], object], tracker: Tracker | None) -> Callable[[Tensor], object]:
-    """`fill` with the random numbers of this rank."""
-    if tracker is None:
-        return fill
-
-    def fill_in_fork(weight: Tensor) -> None:
-        with _fork(tracker):
-            fill(weight)
-
-    return fill_in_fork
+CLASSES |= {cls.__bases__[-1]: cls for cls in (LayerNormMLP, DotProductAttention, MultiheadAttention)}
