@@ -51,13 +51,13 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def rolls(monkeypatch) -> list[str]:
     """ "f" for each roll of a forward state, "b" for each of a backward state."""
     seen: list[str] = []
-    once = DelayedState.roll
+    once = DelayedState.end_step
 
-    def counted(self):
+    def counted(self, *scales):
         seen.append("f" if self.scale.numel() == 4 else "b")
-        once(self)
+        once(self, *scales)
 
-    monkeypatch.setattr(DelayedState, "roll", counted)
+    monkeypatch.setattr(DelayedState, "end_step", counted)
     return seen
 
 
@@ -333,8 +333,10 @@ def test_a_second_backward_through_one_checkpoint_repeats_the_first(rolls) -> No
 
 def test_a_backward_that_ends_rolls_nothing_of_one_that_runs_in_another_thread(monkeypatch) -> None:
     rolled: list[str] = []
-    plain = DelayedState.roll
-    monkeypatch.setattr(DelayedState, "roll", lambda self: (rolled.append(self.number), plain(self)))
+    plain = DelayedState.end_step
+    monkeypatch.setattr(
+        DelayedState, "end_step", lambda self, *scales: (rolled.append(self.number), plain(self, *scales))
+    )
     inside, ended = threading.Event(), threading.Event()
     slow, quick = model(layers=2), model()
 

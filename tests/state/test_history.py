@@ -13,7 +13,7 @@ from torch import nn
 import duotone
 from duotone.formats import get
 from duotone.recipes import DelayedScaling
-from duotone.state import history
+from duotone.state import history, rolling
 from duotone.state.delayed import DelayedState
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.history import resized
@@ -295,3 +295,50 @@ def test_a_first_scale_in_a_capture_is_made_of_fills_that_no_cache_keeps(monkeyp
     assert torch.equal(history.first(entries, scale, amax, [448.0, 57344.0], one), cached / 0.5)
     assert cached.tolist() == [896.0, 114688.0]
     assert history.limits.cache_info() == before
+
+
+def random_state(slots: int, rule: History, generator: torch.Generator) -> DelayedState:
+    """Amaxes with zeros, spikes, infinities and NaN, also in old entries."""
+    state = DelayedState(slots, rule)
+    state.largest = [(448.0, 57344.0, 0.0)[slot % 3] for slot in range(slots)]
+    amaxes = torch.rand(state.amax_history.shape, generator=generator) * 8
+    choice = torch.randint(0, 9, amaxes.shape, generator=generator)
+    for number, value in enumerate((0.0, float("inf"), float("nan"), 1e30)):
+        amaxes[choice == number] = value
+    state.amax_history.copy_(amaxes)
+    state.scale.copy_(torch.rand(slots, generator=generator) * 100)
+    return state
+
+
+def test_states_that_roll_together_roll_as_each_alone() -> None:
+    """Also in the same memory. Rules that differ, and those with a function of the user, roll apart."""
+    generator, seen = torch.Generator().manual_seed(3), []
+
+    def largest_of(entries: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(entries.shape))
+        return entries.amax(0)
+
+    rules = [
+        History(amax_history_len=5),
+        History(amax_history_len=5),
+        History(amax_history_len=1, spike_factor=0.0),
+        History(amax_history_len=5, amax_compute_algo="most_recent", margin=2),
+        History(amax_history_len=5, skip_nonfinite_amax=False, spike_factor=0.0),
+        History(amax_history_len=5, amax_compute_algo=largest_of),
+    ]
+    for _ in range(20):
+        states = [random_state(slots, rule, generator) for rule in rules for slots in (2, 4, 1)]
+        alone = [copy.deepcopy(state) for state in states]
+        for state in alone:
+            state.roll()
+        seen.clear()
+        memory = [buffer.data_ptr() for state in states for buffer in state.buffers()]
+        rolling.roll_all(states)
+        assert seen == [(5, 2), (5, 4), (5, 1)]
+        assert memory == [buffer.data_ptr() for state in states for buffer in state.buffers()]
+        for state, other in zip(states, alone, strict=True):
+            for buffer, want in zip(state.buffers(), other.buffers(), strict=True):
+                torch.testing.assert_close(buffer, want, rtol=0, atol=0, equal_nan=True)
+            for recompute in (False, True):
+                scales, want = (each.scales_of(each.used(recompute)) for each in (state, other))
+                assert torch.equal(scales, want)

@@ -20,11 +20,16 @@ SKIPPED, CLAMPED = range(2)
 """Rows of `events`: amaxes that were not finite and did not enter, and spikes that entered as something smaller."""
 
 
+def is_joinable(parameters: History) -> bool:
+    """Whether slots of several states may roll as those of one. A function of the user gets those of one state."""
+    return isinstance(parameters.amax_compute_algo, str) and parameters.scaling_factor_compute_algo is None
+
+
 def has_kernel(history: Tensor, parameters: History) -> bool:
     """Whether one kernel rolls this history (L, n), with those of other states."""
-    simple = isinstance(parameters.amax_compute_algo, str) and parameters.scaling_factor_compute_algo is None
     length, slots = history.shape
-    return simple and history.is_cuda and slots > 0 and length <= LONGEST and runs_kernels(history.get_device())
+    is_small = history.is_cuda and slots > 0 and length <= LONGEST
+    return is_small and is_joinable(parameters) and runs_kernels(history.get_device())
 
 
 @torch.no_grad()

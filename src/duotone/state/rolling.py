@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -230,20 +230,46 @@ class RollTable:
 
 
 def roll_all(states: Iterable[DelayedState]) -> None:
-    """End a step of every state: one launch for all that share a history rule and a device and have a kernel."""
+    """End a step of every state. Those that share a history rule and a device roll together, by a kernel if one can."""
     batches: dict[tuple[int, int], list[tuple[DelayedState, RollTable]]] = {}
+    without_kernel: dict[tuple[History, int, torch.device], list[DelayedState]] = {}
     for state in states:
         table = _table_of(state)
-        if table is None:
-            state.roll()
-        else:
+        if table is not None:
             batches.setdefault(table.alike, []).append((state, table))
+        elif history.is_joinable(state.history):
+            without_kernel.setdefault((state.history, len(state.amax_history), state.scale.device), []).append(state)
+        else:
+            state.roll()
     for batch in batches.values():
         before = _roll_in_one_kernel(batch[0][0].history, [table for _, table in batch])
-        end = 0
-        for state, _ in batch:
-            start, end = end, end + len(state.largest)
-            state.end_step(before, slice(start, end))
+        _end_step([state for state, _ in batch], before)
+    for alike in without_kernel.values():
+        if len(alike) == 1:
+            alike[0].roll()
+        else:
+            _end_step(alike, _roll_joined(alike))
+
+
+def _end_step(states: Sequence[DelayedState], before: Tensor) -> None:
+    """`before`: the scales of all states before they rolled, one state after the other."""
+    end = 0
+    for state in states:
+        start, end = end, end + len(state.largest)
+        state.end_step(before, slice(start, end))
+
+
+@torch.no_grad()
+def _roll_joined(states: Sequence[DelayedState]) -> Tensor:
+    """Roll copies of the buffers as those of one state, and copy them back. Returns the scales before."""
+    buffers = [[state.amax_history for state in states], [state.scale for state in states], [s.events for s in states]]
+    amaxes, scale, events = (torch.cat(each, -1) for each in buffers)
+    largest = [value for state in states for value in state.largest]
+    before = history.roll(amaxes, scale, largest, states[0].history, events)
+    for each, joined in zip(buffers, (amaxes, scale, events), strict=True):
+        parts = joined.split([state.scale.numel() for state in states], -1)
+        torch._foreach_copy_(each, list(parts))  # type: ignore[reportPrivateImportUsage]
+    return before
 
 
 def _roll_in_one_kernel(parameters: History, tables: list[RollTable]) -> Tensor:
