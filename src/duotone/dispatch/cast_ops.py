@@ -76,12 +76,13 @@ def cast_planes(
 
 
 def _results(plane: Parts | None, other: Parts | None) -> Iterator[Tensor]:
-    """The parts of a plane as results of an op, which may share no memory."""
+    """The parts of a plane as results of an op, which may share no memory. Only amaxes of rows are views."""
     if plane is None:
         return
     for name, part in plane.items():
         if other is None or part is not other[name]:
-            yield part.clone() if name == "amax" else part  # amaxes of rows are views
+            is_view = name == "amax" and part.untyped_storage().nbytes() > part.nbytes
+            yield part.clone() if is_view else part
 
 
 @cache
