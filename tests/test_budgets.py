@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41056
+LIBRARY_LINES = 41191
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -26,12 +26,12 @@ TESTS = Path(__file__).parent
 BENCH = TESTS.parent / "bench"
 
 BUDGETS = {
-    "attention": (3019, 20, 0),
+    "attention": (3021, 20, 0),
     "cli": (1548, 2, 0),
     "comm": (202, 1, 1),
-    "compat": (2895, 9, 0),
+    "compat": (3027, 11, 0),
     "conversion": (2776, 6, 0),
-    "dispatch": (3615, 1, 0),
+    "dispatch": (3616, 1, 0),
     "distributed": (475, 3, 0),
     "formats": (1517, 0, 0),
     "integrations": (775, 11, 0),

@@ -358,7 +358,7 @@ def test_edges_that_cannot_be_read_end_with_the_tokens(monkeypatch, kind) -> Non
     packed = [torch.randn(7, 4, 8) for _ in range(3)]
     attention = DotProductAttention(HEADS, WIDTH, qkv_format="thd", attn_mask_type=kind)
     expected = attention(*packed, cu_seqlens_q=edges((3, 4)))
-    monkeypatch.setattr(masks, "_checked", lambda cu_seqlens, *_: cu_seqlens)
+    monkeypatch.setattr(masks, "checked_edges", lambda cu_seqlens, *_: cu_seqlens)
     assert torch.equal(attention(*packed, cu_seqlens_q=edges((3, 40, 2))), expected)
     rows = [x[None].expand(2, -1, -1, -1) for x in packed]
     padded = module(attn_mask_type=kind)

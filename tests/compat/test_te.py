@@ -515,14 +515,23 @@ def test_packed_sequences_are_padded_for_ranks(te) -> None:
     assert padded[2].tolist() == [0, 4, 8, 12] and padded[2].dtype is torch.int32
     positions = module.generate_positional_ids_for_cp(edges, 4)
     assert positions.tolist() == [0, 1, 2, 3] * 3 and positions.dtype is torch.long
+    more = module.pad_thd_sequences_for_cp(torch.cat((tokens, tokens), 1), -tokens[0], edges, 4, padding_token_id=9)
+    assert torch.equal(more[0], padded[0]) and torch.equal(more[1], padded[1])
+    for wrong in ((tokens[:, :5], tokens, edges, 4), (tokens, tokens, edges, 0), (tokens, tokens, edges + 1, 4)):
+        with pytest.raises(UserError):
+            module.pad_thd_sequences_for_cp(*wrong)
     whole = module.get_batch_on_this_cp_rank(padded[2], *padded[:2])
     assert whole[0] is padded[0] and whole[1] is padded[1] and whole[2] is None
     with pytest.raises(UserError, match="context_parallel"):
         module.AttnFuncWithCPAndKVP2P()
 
 
-def test_lengths_with_padding_need_those_of_queries(te) -> None:
-    core = te.DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding")
-    edges = torch.tensor([0, 4])
-    with pytest.raises(UserError, match="cu_seqlens_q_padded"):
-        core(*[torch.ones(4, 2, 8)] * 3, cu_seqlens_q=edges, cu_seqlens_kv_padded=edges)
+def test_heads_are_turned_as_there_by_their_place_among_ranks(te) -> None:
+    """The tokens of rank 1 of 2, in the chunks 1 and 2 of 4, as the whole is turned."""
+    t, freqs = torch.randn(8, 1, 2, 4), te.RotaryPositionEmbedding(4)(8)
+    whole = duotone.attention.apply_rotary_pos_emb(t, freqs)
+    part = te.apply_rotary_pos_emb(t[2:6], freqs, "sbhd", None, False, True, None, 2, 1)
+    assert torch.equal(part, whole[2:6]) and torch.equal(te.apply_rotary_pos_emb(t, freqs), whole)
+    for option in ({"interleaved": True}, {"start_positions": torch.tensor([1])}):
+        with pytest.raises(UserError, match=next(iter(option))):
+            te.apply_rotary_pos_emb(t, freqs, **option)

@@ -1,5 +1,6 @@
 """Sequences over a `cp_group`, as scripts for Transformer Engine share them, against one process."""
 
+import copy
 import itertools
 import pickle
 import sys
@@ -12,6 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from checks import check
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from duotone.compat import te as compat
 from duotone.errors import UserError
@@ -19,6 +22,7 @@ from duotone.errors import UserError
 compat.install()
 
 import transformer_engine.pytorch as te  # noqa: E402
+import transformer_engine_torch as tex  # noqa: E402
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E402
 from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import (  # noqa: E402
     get_batch_on_this_cp_rank,
@@ -27,6 +31,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.context_parallel
 WIDTH, HEADS, GROUPS, BATCH = 32, 4, 2, 3
 EDGES = [0, 8, 20, 24]
 PADDED = [0, 8, 24, 32]
+THD = {"qkv_format": "thd", "attn_mask_type": "padding"}
 REAL = [0, 5, 17, 24]
 """Of sequences with 5, 12 and 7 tokens, padded to 8, 16 and 8."""
 
@@ -141,6 +146,42 @@ def layers_turn_heads_by_their_place_in_padded_sequences(folder: Path) -> None:
 
 
 @check
+def a_recompute_inside_of_a_layer_has_its_padded_lengths(folder: Path) -> None:
+    """Also of attention alone, where the lengths came with the call of the layer."""
+    options = {"rotary_pos_emb": te.RotaryPositionEmbedding(WIDTH // HEADS)(16)}
+    options |= {"cu_seqlens_q": torch.tensor(REAL), "cu_seqlens_q_padded": torch.tensor(PADDED)}
+    index = torch.tensor(rows(PADDED))
+    x, dy = torch.randn(2, PADDED[-1], WIDTH)[:, index]
+    results = []
+    for wrapped in ("", "self_attention", "core_attention"):
+        m = layer("thd", "padding_causal")
+        m.set_context_parallel_group(dist.group.WORLD)
+        if wrapped == "self_attention":
+            m.self_attention = checkpoint_wrapper(m.self_attention)
+        elif wrapped:
+            m.self_attention.core_attention = checkpoint_wrapper(m.self_attention.core_attention)
+        results.append(run(m, x, dy, **options))
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+@check
+def second_gradients_travel_too(folder: Path) -> None:
+    """A penalty on gradients, over a product that torch differentiates twice, against one process."""
+    core = te.DotProductAttention(HEADS, 8, attn_mask_type="causal", qkv_format="bshd")
+    heads = [torch.randn(1, 16, HEADS, 8, dtype=torch.float64) for _ in range(3)]
+    index, of_query = torch.tensor(rows([0, 16])), []
+    for group in (None, dist.group.WORLD):
+        core.set_context_parallel_group(group)
+        leaves = [x if group is None else x[:, index] for x in heads]
+        leaves = [x.clone().requires_grad_() for x in leaves]
+        with sdpa_kernel(SDPBackend.MATH):
+            first = torch.autograd.grad(core(*leaves).square().sum(), leaves, create_graph=True)
+        of_query.append(torch.autograd.grad(sum(each.square().sum() for each in first), leaves[0])[0])
+    torch.testing.assert_close(of_query[1], of_query[0][:, index])
+
+
+@check
 def attention_in_fp8_runs_over_ranks(folder: Path) -> None:
     """Each rank has its own scales of heads and of tokens. FP8 itself loses 0.11 of these gradients."""
     for recipe in (Float8CurrentScaling(fp8_dpa=True, fp8_mha=True), DelayedScaling(fp8_dpa=True)):
@@ -167,9 +208,16 @@ def a_batch_is_cut_as_layers_take_it(folder: Path) -> None:
     for layout, edges, shape in (("thd", EDGES, (1, 24)), ("thd", EDGES, (24,)), ("bshd", [0, 24], (BATCH, 24))):
         x = torch.randn(shape)
         axis = x.dim() - 1
-        parts = get_batch_on_this_cp_rank(torch.tensor(edges), x, -x, None, cp_group=group, qvk_format=layout)
         want = x.index_select(axis, torch.tensor(rows(edges)))
-        assert torch.equal(parts[0], want) and torch.equal(parts[1], -want) and parts[2] is None
+        for ranks in (group, None):
+            parts = get_batch_on_this_cp_rank(torch.tensor(edges), x, -x, None, cp_group=ranks, qvk_format=layout)
+            assert torch.equal(parts[0], want) and torch.equal(parts[1], -want) and parts[2] is None
+    indices = tex.thd_get_partitioned_indices(torch.tensor(EDGES), EDGES[-1], 2, dist.get_rank())
+    assert indices.tolist() == rows(EDGES) and indices.dtype is torch.int32
+    parts = get_batch_on_this_cp_rank(
+        torch.tensor(EDGES), torch.randn(1, 24, 3), torch.arange(24), torch.arange(24)[None]
+    )
+    assert parts[0].shape == (1, 12, 3) and parts[1].tolist() == rows(EDGES) == parts[2][0].tolist()
     x = torch.randn(24, BATCH)
     of_other = get_batch_on_this_cp_rank(None, x, x, x, group, "sbhd", cp_rank=1 - dist.get_rank())
     assert sorted(rows([0, 24]) + [x[:, 0].tolist().index(v) for v in of_other[2][:, 0].tolist()]) == [*range(24)]
@@ -179,12 +227,40 @@ def a_batch_is_cut_as_layers_take_it(folder: Path) -> None:
 def what_cannot_be_shared_is_one_line(folder: Path) -> None:
     world = dist.group.WORLD
     core = te.DotProductAttention(HEADS, 8, qkv_format="bshd", cp_group=world)
-    mask = torch.zeros(1, 8, dtype=torch.bool)
+    mask, edges = torch.zeros(1, 8, dtype=torch.bool), torch.tensor([0, 8, 16])
+
+    def heads(tokens: int) -> list[Tensor]:
+        return [torch.ones(1, tokens, HEADS, 8)] * 3
+
+    def packed(tokens: int) -> list[Tensor]:
+        return [x[0] for x in heads(tokens)]
+
+    def lengths(padded: object) -> dict[str, object]:
+        return {"cu_seqlens_q": edges, "cu_seqlens_q_padded": padded, **THD}
+
+    def few_rows(cp_group: object) -> None:
+        m = layer("thd", "padding")
+        m.set_context_parallel_group(cp_group)
+        m(torch.randn(8, WIDTH), rotary_pos_emb=torch.ones(12, 8), cu_seqlens_q=torch.tensor([0, 16]))
+
     cases = {
         "do not divide": lambda: te.DotProductAttention(3, 8, cp_group=world),
         "one process group": lambda: core.set_context_parallel_group([world, world]),
-        "multiple of 4 tokens": lambda: core(*[torch.ones(1, 3, HEADS, 8)] * 3),
-        "no attention_mask": lambda: core(*[torch.ones(1, 8, HEADS, 8)] * 3, mask, attn_mask_type="padding"),
+        "'a2a'": lambda: core.set_context_parallel_group(world, cp_comm_type="ring"),
+        "multiple of 4 tokens": lambda: core(*heads(3)),
+        "call set_context_parallel_group": lambda: pickle.loads(pickle.dumps(core))(*heads(4)),
+        "no attention_mask": lambda: core(*heads(8), mask, attn_mask_type="padding"),
+        "key_layer is missing": lambda: core(heads(8)[0]),
+        "takes query, key and value": lambda: core(torch.ones(1, 8, 2 * HEADS, 8), *heads(8)[1:]),
+        "one of cu_seqlens_q_padded": lambda: core(*packed(8), cu_seqlens_kv=edges, **lengths(edges)),
+        "cu_seqlens_kv_padded comes without": lambda: core(*packed(8), cu_seqlens_kv_padded=edges, **THD),
+        "longer than its place": lambda: core(*packed(8), **lengths(torch.tensor([0, 4, 16]))),
+        "in ascending order": lambda: core(*packed(8), **lengths(torch.tensor([0, 32, 16]))),
+        "give a tensor": lambda: core(*packed(8), **lengths([0, 8, 16])),
+        "integers": lambda: core(*packed(8), **lengths(torch.tensor([0.0, 8.5, 16.0]))),
+        "of equal lengths": lambda: core(*packed(8), **lengths(torch.tensor([0, 8, 12, 16]))),
+        "for 12 positions": lambda: few_rows(world),
+        "cp_rank is 2": lambda: get_batch_on_this_cp_rank(edges, mask, mask, cp_rank=2),
     }
     for text, call in cases.items():
         try:
@@ -193,7 +269,7 @@ def what_cannot_be_shared_is_one_line(folder: Path) -> None:
             assert text in str(error) and "\n" not in str(error), error
         else:
             raise AssertionError(text)
-    assert core.cp_group and not pickle.loads(pickle.dumps(core)).cp_group
+    assert core.cp_group and copy.deepcopy(core).cp_group == core.cp_group
 
 
 if __name__ == "__main__":

@@ -201,7 +201,7 @@ class Masking:
 
     def _side(self, batch: int, tokens: int, cu_seqlens: Lengths) -> Side:
         if self.is_packed:
-            return packed(_checked(cu_seqlens, tokens), tokens, self.kind.from_end)
+            return packed(checked_edges(cu_seqlens, tokens), tokens, self.kind.from_end)
         return padded(_real_lengths(batch, tokens, cu_seqlens), self.kind.from_end)
 
 
@@ -221,11 +221,11 @@ def _pair(mask: Masks, cu_seqlens: tuple[Lengths, Lengths], device: torch.device
 
 def _real_lengths(batch: int, tokens: int, cu_seqlens: Lengths) -> Tensor:
     """Bool (batch, tokens), True for the first tokens of each sequence, as many as it has."""
-    edges = _checked(cu_seqlens, tokens, batch + 1)
+    edges = checked_edges(cu_seqlens, tokens, batch + 1)
     return torch.arange(tokens, device=edges.device) < edges.diff()[:, None]
 
 
-def _checked(cu_seqlens: Lengths, tokens: int, edges: int | None = None) -> Tensor:
+def checked_edges(cu_seqlens: Lengths, tokens: int, edges: int | None = None) -> Tensor:
     """UserError if edges of sequences have a wrong shape or, on the CPU, wrong values. Nothing waits for a GPU.
 
     If each sequence has a row of `tokens`, `edges` is their number. Otherwise `tokens` are those of all sequences.
@@ -233,6 +233,8 @@ def _checked(cu_seqlens: Lengths, tokens: int, edges: int | None = None) -> Tens
     expected = "integers (sequences + 1,), from 0 to the number of tokens, of queries and of keys"
     if cu_seqlens is None:
         raise UserError(f"packed or padded sequences need cu_seqlens: {expected}; or an attention_mask of padding")
+    if not isinstance(cu_seqlens, Tensor):
+        raise UserError(f"cu_seqlens are {expected}; got {type(cu_seqlens).__name__}: give a tensor")
     is_integer = not (cu_seqlens.is_floating_point() or cu_seqlens.dtype is torch.bool)
     if not is_integer or cu_seqlens.dim() != 1 or len(cu_seqlens) != (edges or len(cu_seqlens)):
         raise UserError(f"cu_seqlens are {expected}; got {tuple(cu_seqlens.shape)} in {cu_seqlens.dtype}")

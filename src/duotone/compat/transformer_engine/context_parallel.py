@@ -6,23 +6,47 @@ exchange heads for tokens. Each of them then has all tokens of some heads, and a
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duotone.attention.heads import check_layout, token_axis
+from duotone.attention import rotary
+from duotone.attention.heads import token_axis
+from duotone.attention.masks import checked_edges
 from duotone.attention.rotary import Angles, Rotation
 from duotone.comm.collectives import all_to_all, group_rank, group_size
 from duotone.errors import UserError
 from duotone.pipeline.autograd import with_gradient
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 Lengths = Tensor | None
 Map = Callable[[Tensor], Tensor]
+
+
+class Padded(NamedTuple):
+    """`cu_seqlens` of packed sequences with padding behind each of them, and the edges of their places."""
+
+    lengths: Tensor
+    edges: Tensor
+
+
+def join_padding(named: dict[str, Any], layout: str) -> None:
+    """Put a `Padded` in the place of each `cu_seqlens` of a call that comes with padding. UserError for one alone.
+
+    Keys have the lengths of queries, unless they have their own.
+    """
+    lengths = named.get("cu_seqlens_q")
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        edges = named.pop(f"{name}_padded", None)
+        lengths = lengths if named.get(name) is None else named[name]
+        if edges is not None and layout == "thd":
+            if lengths is None:
+                raise UserError(f"{name}_padded comes without {name}; give both")
+            named[name] = Padded(lengths, edges)
+    both = [one for one in (named.get("cu_seqlens_q"), named.get("cu_seqlens_kv")) if one is not None]
+    if len({isinstance(one, Padded) for one in both}) > 1:
+        raise UserError("one of cu_seqlens_q_padded and cu_seqlens_kv_padded is missing; give both, or neither")
 
 
 @dataclass(frozen=True)
@@ -36,16 +60,11 @@ class TokenOrder:
 
     def collect(self, heads: Tensor, layout: str) -> Tensor:
         """Heads of this rank's tokens in a layout -> this rank's share of the heads, of all tokens."""
-        return self._along(heads, layout, self._collect, self._spread)
+        return moved(heads.movedim(token_axis(layout), 0), self._collect, self._spread).movedim(0, token_axis(layout))
 
     def spread(self, heads: Tensor, layout: str) -> Tensor:
         """The reverse of `collect`."""
-        return self._along(heads, layout, self._spread, self._collect)
-
-    def _along(self, heads: Tensor, layout: str, move: Map, back: Map) -> Tensor:
-        axis = token_axis(layout)
-        moved = with_gradient(move, lambda gradient: (back(gradient),), heads.movedim(axis, 0))
-        return moved.movedim(0, axis)
+        return moved(heads.movedim(token_axis(layout), 0), self._spread, self._collect).movedim(0, token_axis(layout))
 
     def _collect(self, heads: Tensor) -> Tensor:
         if self.group:
@@ -63,9 +82,14 @@ class TokenOrder:
         return all_to_all(blocks, [1] * ranks, [1] * ranks, self.group).movedim(0, -3).flatten(-3, -2)
 
 
+def moved(x: Tensor, move: Map, back: Map) -> Tensor:
+    """`move(x)`, whose gradient is `back` of the output's gradient, and so on for gradients of gradients."""
+    return with_gradient(move, lambda gradient: (moved(gradient, back, move),), x)
+
+
 @dataclass(frozen=True)
 class Sequences:
-    """How the sequences of a call lie. `edges` delimit them with their padding, for all ranks, int64 (sequences + 1,).
+    """How the sequences of a call lie. `edges` delimit them with their padding, for all ranks, int64 (sequences + 2,).
 
     The last sequence is what lies behind the others, and may be empty.
     """
@@ -73,32 +97,59 @@ class Sequences:
     edges: Tensor
     tokens: int
     """Of one rank."""
-    group: str
+    rank: int
+    ranks: int
+    lengths: Lengths
+    """`cu_seqlens` without padding, if there is padding."""
 
     @staticmethod
-    def of(tokens: int, device: torch.device, edges: Lengths, group: str) -> "Sequences":
-        """`edges` as integers (sequences + 1,), None for one sequence. UserError if chunks would be unequal."""
-        ranks = group_size(group) if group else 1
-        whole = torch.tensor([tokens * ranks], device=device)
-        edges = torch.cat((whole - whole if edges is None else edges.long(), whole))
+    def of(x: Tensor, cu_seqlens: Padded | Lengths, layout: str, rank: int, ranks: int) -> "Sequences":
+        """Those of a rank's heads in a layout. UserError if `cu_seqlens` do not fit or chunks would be unequal."""
+        tokens, lengths = x.shape[token_axis(layout)], None
+        edges, every = torch.tensor([0], device=x.device), tokens * ranks
+        if layout == "thd":
+            if isinstance(cu_seqlens, Padded):
+                cu_seqlens, lengths = cu_seqlens.edges, checked_edges(cu_seqlens.lengths, every).long()
+            edges = checked_edges(cu_seqlens, every).long()
+        if any(one.device != x.device for one in (edges, lengths) if one is not None):
+            raise UserError(f"cu_seqlens are on {edges.device}, and heads on {x.device}; move them")
+        if lengths is not None:
+            if lengths.shape != edges.shape:
+                raise UserError(f"cu_seqlens and padded ones are of equal lengths; got {len(lengths)} and {len(edges)}")
+            require((lengths.diff() <= edges.diff()).all(), "a sequence is longer than its place", lengths, edges)
+        edges = torch.cat((edges, edges.new_full((1,), every)))
         require_chunks(edges, ranks)
-        return Sequences(edges, tokens, group)
+        return Sequences(edges, tokens, rank, ranks, lengths)
 
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Of this rank's tokens, int64 (tokens,): the sequence, and the position in it."""
-        rank, ranks = (group_rank(self.group), group_size(self.group)) if self.group else (0, 1)
-        return places(self.edges, self.tokens, rank, ranks)
-
-    def order(self, lengths: Lengths) -> TokenOrder:
-        """Sequence after sequence. With `lengths`, as edges without padding, padding comes behind all sequences."""
-        ranks = group_size(self.group) if self.group else 1
-        each = [places(self.edges, self.tokens, rank, ranks) for rank in range(ranks)]
+    def order(self, group: str) -> TokenOrder:
+        """Sequence after sequence. Padding comes behind all sequences. `group`: of the ranks, "" for one rank."""
+        each = [places(self.edges, self.tokens, rank, self.ranks) for rank in range(self.ranks)]
         sequence, position = (torch.cat(part) for part in zip(*each, strict=True))
         rows = self.edges[sequence] + position
-        if lengths is not None:
-            real = position < F.pad(lengths.long().diff(), (0, 1))[sequence]
+        if self.lengths is not None:
+            real = position < F.pad(self.lengths.diff(), (0, 1))[sequence]
             rows = torch.where(real, rows, rows + self.edges[-1])
-        return TokenOrder(rows.argsort(), self.group)
+        return TokenOrder(rows.argsort(), group)
+
+    def angles(self, angles: Angles) -> Angles:
+        """The row of each of this rank's tokens. UserError if a sequence has more tokens than there are rows."""
+        rows = (angles.cos if isinstance(angles, Rotation) else angles).shape[0]
+        longest = self.edges.diff()[:-1].max() if len(self.edges) > 2 else self.edges[-1]
+        message = f"rotary angles are for {rows} positions; make as many as the longest sequence has tokens"
+        require(longest <= rows, message, self.edges)
+        position = places(self.edges, self.tokens, self.rank, self.ranks)[1].clamp(max=rows - 1)
+        if isinstance(angles, Rotation):
+            return Rotation(*(table[position] for table in angles))
+        return angles[position]
+
+    def single(self, layout: str) -> Lengths:
+        """The `cu_seqlens` that turn the tokens of this rank by the rows of `angles`. None if they are not packed."""
+        return torch.tensor([0, self.tokens], device=self.edges.device) if layout == "thd" else None
+
+
+def place_of(group: str) -> tuple[int, int]:
+    """This process's rank in a group and the number of ranks; (0, 1) for ""."""
+    return (group_rank(group), group_size(group)) if group else (0, 1)
 
 
 def places(edges: Tensor, tokens: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
@@ -111,97 +162,51 @@ def places(edges: Tensor, tokens: int, rank: int, ranks: int) -> tuple[Tensor, T
     return sequence, offset + chunk * torch.where(offset < chunk, rank, 2 * ranks - 2 - rank)
 
 
-def require_chunks(edges: Tensor, ranks: int) -> None:
-    """UserError unless sequences have 2 chunks for each rank. On a GPU the assertion comes from the device, later."""
-    if ranks == 1:
-        return
-    fits = (edges % (2 * ranks) == 0).all()
-    message = f"each sequence over {ranks} ranks needs a multiple of {2 * ranks} tokens; pad it"
-    if edges.is_cpu and not torch.compiler.is_dynamo_compiling():
-        if not fits:
-            raise UserError(f"{message}; edges are {edges.tolist()}")
+def require(condition: Tensor, message: str, *edges: Tensor) -> None:
+    """UserError unless bool () is true. On a GPU and in graphs the assertion comes later, from the device."""
+    if condition.is_cpu and not torch.compiler.is_dynamo_compiling():
+        if not condition:
+            shown = " and ".join(str(each.tolist()) for each in edges)
+            raise UserError(f"{message}; got edges {shown}")
     else:
-        torch._assert_async(fits, message)  # type: ignore[reportPrivateImportUsage]
+        torch._assert_async(condition, message)  # type: ignore[reportPrivateImportUsage]
+
+
+def require_chunks(edges: Tensor, ranks: int) -> None:
+    """UserError unless sequences have 2 chunks for each rank."""
+    if ranks > 1:
+        message = f"each sequence over {ranks} ranks, and what lies behind the last, needs a multiple of {2 * ranks}"
+        require((edges % (2 * ranks) == 0).all(), f"{message} tokens: pad it", edges)
 
 
 def require_shares(heads: int, groups: int, group: str) -> None:
     """UserError unless the ranks of a group, "" for one rank, divide the heads."""
     if group and groups % group_size(group):
         raise UserError(
-            f"{heads} heads, {groups} groups and {group_size(group)} ranks of a cp_group do not divide: each rank "
-            "takes a share of the heads; choose a cp_group that divides num_gqa_groups"
+            f"{group_size(group)} ranks of a cp_group take {heads} heads of queries and {groups} of keys, which do not "
+            "divide: choose a cp_group that divides num_gqa_groups over tp_size"
         )
 
 
-def angles_at(angles: Angles, position: Tensor) -> Angles:
-    """The row of the angles for each position."""
-    if isinstance(angles, Rotation):
-        return Rotation(*(table[position] for table in angles))
-    return angles[position]
-
-
-def get_batch_on_this_cp_rank(
-    cu_seqlens_padded: Lengths,
-    input_ids_padded: Tensor,
-    labels_padded: Tensor,
-    position_ids_padded: Tensor | None = None,
-    cp_group: "ProcessGroup | None" = None,
-    qvk_format: str = "thd",
-    cp_rank: int | None = None,
-) -> tuple[Tensor | None, ...]:
-    """The tokens, labels and positions of this rank, or of `cp_rank`, from those of all ranks.
-
-    "thd" tensors are (tokens,) or (1, tokens), in sequences between `cu_seqlens_padded`; "bshd" ones are
-    (b, tokens, ...), "sbhd" ones (tokens, b, ...). UserError if sequences do not divide into chunks.
-    """
-    check_layout(qvk_format)
-    batch = input_ids_padded, labels_padded, position_ids_padded
-    ranks = 1 if cp_group is None else cp_group.size()
-    if cp_group is None or ranks == 1:
-        return batch
-    axis = input_ids_padded.dim() - 1 if qvk_format == "thd" else token_axis(qvk_format)
-    tokens, device = input_ids_padded.shape[axis], input_ids_padded.device
-    edges = torch.tensor([0, tokens], device=device)
-    if qvk_format == "thd" and cu_seqlens_padded is not None:
-        edges = torch.cat((cu_seqlens_padded.to(device).long(), edges[1:]))
-    require_chunks(edges, ranks)
-    sequence, position = places(edges, tokens // ranks, cp_group.rank() if cp_rank is None else cp_rank, ranks)
-    rows = edges[sequence] + position
-    return tuple(None if x is None else x.index_select(axis, rows.to(x.device)) for x in batch)
-
-
-def pad_thd_sequences_for_cp(
-    input_ids: Tensor,
-    labels: Tensor,
-    cu_seqlens: Tensor,
-    divisibility_factor: int,
-    padding_token_id: int = 0,
-    padding_label_id: int = -100,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed tokens and labels, (tokens,) or (1, tokens) -> the same and `cu_seqlens`, with padding behind each
-    sequence up to a multiple of a factor."""
-    edges = padded_edges(cu_seqlens, divisibility_factor)
-    lengths = cu_seqlens.long().diff()
-    rows = torch.arange(int(lengths.sum()), device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].long(), rows, right=True)
-    rows = rows - cu_seqlens.long()[sequence] + edges.long()[sequence]
-    padded = []
-    for x, padding in ((input_ids, padding_token_id), (labels, padding_label_id)):
-        room = x.new_full((int(edges[-1]),), padding)
-        padded.append(room.index_copy(0, rows.to(x.device), x.flatten()))
-    return padded[0], padded[1], edges
-
-
-def generate_positional_ids_for_cp(
-    cu_seqlens: Tensor, divisibility_factor: int, dtype: torch.dtype = torch.long
+def apply_rotary_pos_emb(  # noqa: PLR0913 (Transformer Engine's vocabulary)
+    t: Tensor,
+    freqs: Angles,
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: Lengths = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
 ) -> Tensor:
-    """Positions (tokens,) that start from 0 in each sequence and go on through its padding, up to a multiple."""
-    edges = padded_edges(cu_seqlens, divisibility_factor).long()
-    rows = torch.arange(int(edges[-1]), device=edges.device)
-    return (rows - edges[torch.searchsorted(edges[1:], rows, right=True)]).to(dtype)
+    """`duotone.apply_rotary_pos_emb` for the tokens of a rank, whose `freqs` and `cu_seqlens` are those of all ranks.
 
-
-def padded_edges(cu_seqlens: Tensor, factor: int) -> Tensor:
-    """`cu_seqlens` of sequences that are padded to a multiple of a factor."""
-    lengths = -(-cu_seqlens.diff() // factor) * factor
-    return F.pad(lengths.cumsum(0), (1, 0)).to(cu_seqlens.dtype)
+    UserError for `start_positions` and `interleaved`. `fused` changes nothing.
+    """
+    if start_positions is not None or interleaved:
+        name = "interleaved" if interleaved else "start_positions"
+        raise UserError(f"te.apply_rotary_pos_emb has no {name} in Duotone; give the rows of freqs for t, in halves")
+    if cp_size > 1:
+        sequences = Sequences.of(t, cu_seqlens, tensor_format, cp_rank, cp_size)
+        freqs, cu_seqlens = sequences.angles(freqs), sequences.single(tensor_format)
+    return rotary.apply_rotary_pos_emb(t, freqs, tensor_format, cu_seqlens)

@@ -57,17 +57,20 @@ PYTORCH = {
     **_all(f"{PACKAGE}.tensors", TENSORS),
     **{f"{name}Storage": f"{PACKAGE}.tensors:{name}" for name in TENSORS.split()},
     "QuantizedTensorStorage": "duotone:QuantizedTensor",
-    **_all("duotone.attention.rotary", "apply_rotary_pos_emb"),
+    **_all(f"{PACKAGE}.context_parallel", "apply_rotary_pos_emb"),
     **_all("duotone.tensor", "prepare_for_saving restore_from_saved"),
     "align_size": "duotone.recipes:align_size",
     "fp8_model_init": f"{PACKAGE}.contexts:quantized_model_init",
     "get_default_fp8_recipe": f"{PACKAGE}.contexts:get_default_recipe",
 }
 CONTEXT_PARALLEL = _all(
-    f"{PACKAGE}.context_parallel",
+    f"{PACKAGE}.batches",
     "generate_positional_ids_for_cp get_batch_on_this_cp_rank pad_thd_sequences_for_cp",
 )
-EXTENSIONS = _all(f"{PACKAGE}.contexts", "device_supports_multicast")
+EXTENSIONS = {
+    **_all(f"{PACKAGE}.contexts", "device_supports_multicast"),
+    **_all(f"{PACKAGE}.batches", "thd_get_partitioned_indices"),
+}
 PARTS = (
     "attention attention.dot_product_attention attention.dot_product_attention.dot_product_attention "
     "attention.inference attention.multi_head_attention attention.rope cpu_offload cpu_offload_v1 cross_entropy "
@@ -117,7 +120,11 @@ NATIVE = {
     f"spike_factor=0.0 and {NUMERICS}",
     "FusedAdam": "duotone.optim.AdamW, with weight_decay=0.0",
     "FusedSGD": "torch.optim.SGD",
-    **dict.fromkeys(CONTEXT_PARALLEL, "torch.distributed.tensor.experimental.context_parallel, and torch to pad"),
+    "apply_rotary_pos_emb": "duotone.attention.apply_rotary_pos_emb",
+    **dict.fromkeys(
+        (*CONTEXT_PARALLEL, "thd_get_partitioned_indices"),
+        "torch.distributed.tensor.experimental.context_parallel, and torch to pad",
+    ),
     "autocast": "duotone.autocast, with recipe=",
     "checkpoint": "torch.utils.checkpoint.checkpoint",
     "fp8_autocast": "duotone.autocast, with recipe= for fp8_recipe= and amax_reduction_group= for fp8_group=",

@@ -3,19 +3,22 @@
 Lightning knows modules of Transformer Engine by "transformer_engine.pytorch" in the name of their module.
 """
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from duotone import attention, modules
-from duotone.attention.heads import token_axis
+from duotone.attention.heads import check_layout
 from duotone.attention.rotary import Angles
 from duotone.compat.transformer_engine.context_parallel import (
     Lengths,
+    Padded,
     Sequences,
     TokenOrder,
-    angles_at,
+    join_padding,
+    place_of,
     require_shares,
 )
 from duotone.compat.transformer_engine.options import CALLS, Options, by_name
@@ -139,14 +142,13 @@ def drop_unused(named: Options, default: str, layout: str) -> None:
     if "padding" not in kind and layout != "thd":
         named.pop("cu_seqlens_q", None)
         named.pop("cu_seqlens_kv", None)
+    join_padding(named, layout)
 
 
-def pop_padded(named: Options) -> tuple[Lengths, Lengths]:
-    """Edges of sequences with their padding, of queries and of keys. UserError for those of keys alone."""
-    of_queries, of_keys = (named.pop(f"cu_seqlens_{side}_padded", None) for side in ("q", "kv"))
-    if of_queries is None and of_keys is not None:
-        raise UserError("cu_seqlens_kv_padded comes without cu_seqlens_q_padded; give both")
-    return of_queries, of_keys
+HEADS = ("query_layer", "key_layer", "value_layer")
+WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+ELSEWHERE = "of another process"
+"""In the place of the name of a group that was pickled: here that name may mean another group."""
 
 
 class SharesSequences:
@@ -162,10 +164,13 @@ class SharesSequences:
         """Let the ranks of a group share sequences from the next forward on. None is for one rank.
 
         Heads travel by all-to-all for every `cp_comm_type`: results do not depend on it. No stream is needed. UserError
-        for several groups, and if the ranks do not divide the heads.
+        for several groups, for an unknown way, and if the ranks do not divide the heads.
         """
         if cp_group is not None and not hasattr(cp_group, "group_name"):
-            raise UserError(f"cp_group is {cp_group!r}; give one process group, whose ranks share the sequences")
+            got = type(cp_group).__name__
+            raise UserError(f"cp_group is of type {got}; give one process group of this rank, as mesh.get_group() does")
+        if cp_comm_type not in WAYS:
+            raise UserError(f"cp_comm_type {cp_comm_type!r} is unknown; allowed are {', '.join(map(repr, WAYS))}")
         name = cp_group.group_name if cp_group is not None and cp_group.size() > 1 else ""
         cores = [core for core in self.modules() if isinstance(core, DotProductAttention)]  # type: ignore[attr-defined]
         for core in cores:
@@ -180,17 +185,10 @@ class DotProductAttention(SharesSequences, TakesTheirArguments, attention.DotPro
     get_rng_state_tracker: Tracker | None = None
     cp_group: str = ""
     """The name of the group whose ranks share sequences, or ""."""
-    padded: tuple[Lengths, Lengths] = (None, None)
-    """Edges of sequences with their padding, of queries and of keys, in a call to the module around this one."""
 
     def __init__(self, *values: object, cp_group: "ProcessGroup | None" = None, **options: object) -> None:
         super().__init__(*values, **options)
         self.set_context_parallel_group(cp_group)
-
-    @property
-    def is_reordered(self) -> bool:
-        """Whether attention takes tokens in another order than the module around it has them."""
-        return bool(self.cp_group) or self.padded[0] is not None
 
     def prepare_constructor(self, named: Options) -> None:
         """Divide the heads by the ranks: Transformer Engine takes the heads of all ranks, Duotone those of one."""
@@ -203,14 +201,11 @@ class DotProductAttention(SharesSequences, TakesTheirArguments, attention.DotPro
     def forward(self, *values: object, **options: object) -> object:
         """Weights are dropped by the random numbers of this rank."""
         named = by_name(f"te.{self.title}.forward", CALLS[self.title].split(), values, options)
-        layout = named.get("qkv_format") or self.qkv_format
+        layout = check_layout(named.get("qkv_format") or self.qkv_format)
         drop_unused(named, self.attn_mask_type, layout)
-        padded = pop_padded(named)
-        padded = self.padded if padded[0] is None else padded
-        padded = padded if layout == "thd" else (None, None)
         order = None
-        if self.cp_group or padded[0] is not None:
-            order = self._collect(named, padded, layout)
+        if self.cp_group or isinstance(named.get("cu_seqlens_q"), Padded):
+            order = self._collect(named, layout)
         with fork(self.get_rng_state_tracker if self.dropout else None):
             out = super().forward(**named)
         if order is None:
@@ -218,79 +213,84 @@ class DotProductAttention(SharesSequences, TakesTheirArguments, attention.DotPro
         assert isinstance(out, Tensor)
         return order.spread(torch.unflatten(out, -1, (-1, self.channels[1])), layout).flatten(-2)
 
-    def _collect(self, named: Options, padded: tuple[Lengths, Lengths], layout: str) -> TokenOrder:
+    def _collect(self, named: Options, layout: str) -> TokenOrder:
         """Put heads in the order of attention in the place of those of a call. Returns the order of queries."""
         for name in ("attention_mask", "kv_cache"):
             if named.get(name) is not None:
-                raise UserError(f"te.{self.title} takes no {name} beside a cp_group or padded lengths; give cu_seqlens")
-        query, key, value = (named[f"{kind}_layer"] for kind in ("query", "key", "value"))
-        order = of_keys = self._order(query, named.get("cu_seqlens_q"), padded[0], layout)
-        if named.get("cu_seqlens_kv") is not None or query.shape[:-2] != key.shape[:-2]:
-            of_keys = self._order(key, named.get("cu_seqlens_kv"), padded[1], layout)
+                raise UserError(
+                    f"te.{self.title} takes no {name} beside a cp_group or padded lengths; leave it out, or give "
+                    "cu_seqlens and a type of padding"
+                )
+        missing = [name for name in HEADS if not isinstance(named.get(name), Tensor)]
+        if missing:
+            raise UserError(f"te.{self.title} takes tensors as {', '.join(HEADS)}; {missing[0]} is missing")
+        query, key, value = (named[name] for name in HEADS)
+        self._check(layout, query, key, value)
+        if self.cp_group == ELSEWHERE:
+            raise UserError(f"the cp_group of {title(self)} is {ELSEWHERE}; call set_context_parallel_group")
+        require_shares(query.shape[-2], key.shape[-2], self.cp_group)
+        lengths = named.get("cu_seqlens_q"), named.get("cu_seqlens_kv")
+        order = of_keys = self._order(query, lengths[0], layout)
+        if lengths[1] is not None or query.shape[:-2] != key.shape[:-2]:
+            of_keys = self._order(key, lengths[1], layout)
         named["query_layer"] = order.collect(query, layout)
         named["key_layer"], named["value_layer"] = (of_keys.collect(x, layout) for x in (key, value))
+        for name, one in zip(("cu_seqlens_q", "cu_seqlens_kv"), lengths, strict=True):
+            named[name] = one.lengths if isinstance(one, Padded) else one
         return order
 
-    def _order(self, x: Tensor, lengths: Lengths, padded: Lengths, layout: str) -> TokenOrder:
-        edges = padded if padded is not None or layout != "thd" else lengths
-        sequences = Sequences.of(x.shape[token_axis(layout)], x.device, edges, self.cp_group)
-        return sequences.order(None if padded is None else lengths)
+    def _order(self, x: Tensor, lengths: Padded | Lengths, layout: str) -> TokenOrder:
+        return Sequences.of(x, lengths, layout, *place_of(self.cp_group)).order(self.cp_group)
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in super().__getstate__().items() if name != "cp_group"}
+        state = super().__getstate__()
+        return {**state, "cp_group": ELSEWHERE} if self.cp_group else state
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "DotProductAttention":
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        copied.cp_group = self.cp_group
+        return copied
 
 
-class TakesPadding(SharesSequences):
-    """Mixed in before modules around attention. Lengths with padding are for attention alone."""
-
-    def forward(self, *values: object, **options: object) -> object:
-        title: str = self.title  # type: ignore[attr-defined]
-        named = by_name(f"te.{title}.forward", CALLS[title].split(), values, options)
-        padded = pop_padded(named)
-        if padded[0] is None:
-            return super().forward(**named)  # type: ignore[misc]
-        cores = [core for core in self.modules() if isinstance(core, DotProductAttention)]  # type: ignore[attr-defined]
-        try:
-            for core in cores:
-                core.padded = padded
-            return super().forward(**named)  # type: ignore[misc]
-        finally:
-            for core in cores:
-                core.padded = (None, None)
-
-
-class MultiheadAttention(TakesPadding, TransformerEngineBaseModule, attention.MultiheadAttention):
+class MultiheadAttention(SharesSequences, TransformerEngineBaseModule, attention.MultiheadAttention):
     """`duotone.MultiheadAttention` with their arguments."""
 
     core_attention: DotProductAttention
+    is_reordered = False
+    """Whether attention takes the tokens of this call in another order than the hidden states have."""
 
     def prepare_call(self, named: Options) -> None:
         drop_unused(named, self.core_attention.attn_mask_type, self.qkv_format)
+        self.is_reordered = bool(self.core_attention.cp_group) or isinstance(named.get("cu_seqlens_q"), Padded)
 
     def _check_masking(self, *arguments: Any) -> None:
-        if not self.core_attention.is_reordered:
+        if not self.is_reordered:
             super()._check_masking(*arguments)
 
     def _boundary(self, *arguments: Any) -> tuple[bool, bool]:
-        return (False, False) if self.core_attention.is_reordered else super()._boundary(*arguments)
+        return (False, False) if self.is_reordered else super()._boundary(*arguments)
 
-    def _place(self, heads: Tensor, norm: nn.Module | None, angles: Angles | None, cu_seqlens: Lengths) -> Tensor:
-        core, is_packed = self.core_attention, self.qkv_format == "thd"
-        if angles is not None and core.is_reordered:
+    def _place(self, heads: Tensor, norm: nn.Module | None, angles: Angles | None, cu_seqlens: Any) -> Tensor:
+        if angles is not None and self.is_reordered:
             if self.attention_type == "cross":
-                raise UserError(f"{title(self)} turns no heads of cross attention beside a cp_group or padded lengths")
-            edges = core.padded[0] if core.padded[0] is not None else cu_seqlens
-            tokens = heads.shape[token_axis(self.qkv_format)]
-            sequences = Sequences.of(tokens, heads.device, edges if is_packed else None, core.cp_group)
-            angles = angles_at(angles, sequences.places()[1])
-            cu_seqlens = torch.tensor([0, tokens], device=heads.device) if is_packed else None
+                raise UserError(
+                    f"{title(self.core_attention)}: rotary_pos_emb turns no heads of cross attention beside a cp_group "
+                    "or padded lengths; turn them before"
+                )
+            place = place_of(self.core_attention.cp_group)
+            sequences = Sequences.of(heads, cu_seqlens, self.qkv_format, *place)
+            angles, cu_seqlens = sequences.angles(angles), sequences.single(self.qkv_format)
         return super()._place(heads, norm, angles, cu_seqlens)
 
 
 class TransformerLayer(
-    TakesPadding, TakesTheirArguments, attention.TransformerLayer, further=(attention.MultiheadAttention,)
+    SharesSequences, TakesTheirArguments, attention.TransformerLayer, further=(attention.MultiheadAttention,)
 ):
     """`duotone.TransformerLayer` with their arguments."""
+
+    def prepare_call(self, named: Options) -> None:
+        join_padding(named, self.self_attention.qkv_format)
 
 
 CLASSES |= {cls.__bases__[-1]: cls for cls in (LayerNormMLP, DotProductAttention, MultiheadAttention)}
