@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41191
+LIBRARY_LINES = 41200
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -26,7 +26,7 @@ TESTS = Path(__file__).parent
 BENCH = TESTS.parent / "bench"
 
 BUDGETS = {
-    "attention": (3021, 20, 0),
+    "attention": (3030, 20, 0),
     "cli": (1548, 2, 0),
     "comm": (202, 1, 1),
     "compat": (3027, 11, 0),

@@ -44,6 +44,13 @@ def test_layouts_forms_of_angles_and_tables_agree_bit_for_bit() -> None:
     assert torch.equal(packed.view(2, 5, 3, 8).transpose(0, 1), expected)
 
 
+def test_tokens_behind_the_last_sequence_need_no_rows() -> None:
+    x, angles = torch.randn(20, 3, 8), RotaryPositionEmbedding(8)(4)
+    turned = apply_rotary_pos_emb(x, angles, "thd", torch.tensor([0, 4, 7]))
+    assert torch.equal(turned[:7], apply_rotary_pos_emb(x[:7], angles, "thd", torch.tensor([0, 4, 7])))
+    assert torch.equal(turned[7:], x[7:])
+
+
 def test_a_narrow_table_turns_the_first_elements_and_leaves_the_rest() -> None:
     x = torch.randn(5, 2, 3, 8)
     rotated = apply_rotary_pos_emb(x, RotaryPositionEmbedding(4)(5))
@@ -88,6 +95,10 @@ def test_a_graph_turns_heads_without_a_break() -> None:
             "width 10 cannot turn heads of width 8",
         ),
         (lambda: apply_rotary_pos_emb(torch.ones(5, 1, 8), torch.ones(5, 8), "thd"), "need cu_seqlens"),
+        (
+            lambda: apply_rotary_pos_emb(torch.ones(9, 1, 8), torch.ones(4, 8), "thd", torch.tensor([0, 4, 9])),
+            "4 positions and a sequence has 5",
+        ),
         (lambda: apply_rotary_pos_emb(torch.ones(5, 1, 1, 8), torch.ones(5, 8), "bhsd"), "'bhsd' is unknown"),
     ],
 )

@@ -70,8 +70,10 @@ def apply_rotary_pos_emb(
         if cu_seqlens is None:
             raise UserError("rotary angles of packed sequences ('thd') need cu_seqlens: positions start anew in each")
         ranks = Ranks.now()
-        rows = packed(cu_seqlens, tokens * (1 if ranks is None else ranks.size)).position[0]
+        side = packed(cu_seqlens, tokens * (1 if ranks is None else ranks.size))
+        rows = torch.where(side.sequence[0] < 0, 0, side.position[0])  # tokens behind the last sequence are padding
         rows = rows if ranks is None else rows[ranks.places(tokens, rows.device)]
+        _require_rows(rows, cos.shape[0])
     elif tokens > cos.shape[0]:
         raise UserError(f"rotary angles are for {cos.shape[0]} positions and the sequence has {tokens}; make more")
     else:
@@ -83,6 +85,13 @@ def apply_rotary_pos_emb(
         return Turn.apply(t, cos, sin, False)  # type: ignore[no-any-return]
     turned = _turned(t[..., :width], cos, sin)
     return turned if width == t.shape[-1] else torch.cat((turned, t[..., width:]), dim=-1)
+
+
+def _require_rows(rows: Tensor, count: int) -> None:
+    """UserError for rows on the CPU that are not among so many. On a GPU the device asserts it."""
+    if rows.is_cpu and type(rows) is Tensor and rows.numel() and not is_transformed():
+        if not torch.compiler.is_dynamo_compiling() and (most := int(rows.max())) >= count:
+            raise UserError(f"rotary angles are for {count} positions and a sequence has {most + 1}; make more")
 
 
 def _turned(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
