@@ -106,7 +106,7 @@ class Sequences:
     def of(x: Tensor, cu_seqlens: Padded | Lengths, layout: str, rank: int, ranks: int) -> "Sequences":
         """Those of a rank's heads in a layout. UserError if `cu_seqlens` do not fit or chunks would be unequal."""
         tokens, lengths = x.shape[token_axis(layout)], None
-        edges, every = torch.tensor([0], device=x.device), tokens * ranks
+        edges, every = torch.zeros(1, dtype=torch.int64, device=x.device), tokens * ranks
         if layout == "thd":
             if isinstance(cu_seqlens, Padded):
                 cu_seqlens, lengths = cu_seqlens.edges, checked_edges(cu_seqlens.lengths, every).long()
@@ -144,7 +144,8 @@ class Sequences:
 
     def single(self, layout: str) -> Lengths:
         """The `cu_seqlens` that turn the tokens of this rank by the rows of `angles`. None if they are not packed."""
-        return torch.tensor([0, self.tokens], device=self.edges.device) if layout == "thd" else None
+        # No copy from the host: it would wait for the device.
+        return torch.arange(2, device=self.edges.device) * self.tokens if layout == "thd" else None
 
 
 def place_of(group: str) -> tuple[int, int]:
