@@ -262,13 +262,12 @@ def _end_step(states: Sequence[DelayedState], before: Tensor) -> None:
 @torch.no_grad()
 def _roll_joined(states: Sequence[DelayedState]) -> Tensor:
     """Roll copies of the buffers as those of one state, and copy them back. Returns the scales before."""
-    buffers = [[state.amax_history for state in states], [state.scale for state in states], [s.events for s in states]]
+    buffers = [*zip(*[(state.amax_history, state.scale, state.events) for state in states], strict=True)]
     amaxes, scale, events = (torch.cat(each, -1) for each in buffers)
-    largest = [value for state in states for value in state.largest]
+    largest, slots = [value for state in states for value in state.largest], [len(state.largest) for state in states]
     before = history.roll(amaxes, scale, largest, states[0].history, events)
     for each, joined in zip(buffers, (amaxes, scale, events), strict=True):
-        parts = joined.split([state.scale.numel() for state in states], -1)
-        torch._foreach_copy_(each, list(parts))  # type: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(each, joined.split(slots, -1))  # type: ignore[reportPrivateImportUsage]
     return before
 
 

@@ -40,20 +40,13 @@ def get_batch_on_this_cp_rank(
     rank = group.rank() if cp_rank is None else cp_rank
     if not 0 <= rank < ranks:
         raise UserError(f"cp_rank is {rank}; give a rank of the group, from 0 to {ranks - 1}")
-    tokens = input_ids_padded.shape[_axis(input_ids_padded, qvk_format)]
-    parts: list[Tensor | None] = []
-    for x in batch:
-        if x is None:
-            parts.append(None)
-            continue
-        axis = _axis(x, qvk_format)
-        if x.shape[axis] != tokens:
-            raise UserError(f"tokens, labels and positions are of equal lengths; got {tokens} and {x.shape[axis]}")
-        edges = torch.tensor([0, tokens])
-        if qvk_format == "thd":
-            edges = F.pad(checked_edges(cu_seqlens_padded, tokens).long(), (0, 1), value=tokens)
-        parts.append(x.index_select(axis, rows_of_rank(edges, tokens, ranks, rank).to(x.device)))
-    return tuple(parts)
+    counts = {x.shape[_axis(x, qvk_format)] for x in batch if x is not None}
+    if len(counts) > 1:
+        raise UserError(f"tokens, labels and positions are of equal lengths; got {sorted(counts)}")
+    tokens = counts.pop()
+    edges = edges_of(cu_seqlens_padded, tokens) if qvk_format == "thd" else torch.tensor([0, tokens])
+    rows = rows_of_rank(edges, tokens, ranks, rank)
+    return tuple(None if x is None else x.index_select(_axis(x, qvk_format), rows.to(x.device)) for x in batch)
 
 
 def _axis(x: Tensor, layout: str) -> int:
@@ -62,6 +55,11 @@ def _axis(x: Tensor, layout: str) -> int:
     if x.dim() <= axis:
         raise UserError(f"a batch in {layout} has tokens along dimension {axis}; got shape {tuple(x.shape)}")
     return axis
+
+
+def edges_of(cu_seqlens: Lengths, tokens: int) -> Tensor:
+    """The edges of packed sequences and of what lies behind the last, int64 (sequences + 2,)."""
+    return F.pad(checked_edges(cu_seqlens, tokens).long(), (0, 1), value=tokens)
 
 
 def rows_of_rank(edges: Tensor, tokens: int, ranks: int, rank: int) -> Tensor:
@@ -75,8 +73,7 @@ def thd_get_partitioned_indices(
     cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int, *_: object
 ) -> Tensor:
     """The numbers of a rank's tokens of packed sequences, int32 (total_tokens / world_size,)."""
-    edges = F.pad(checked_edges(cu_seqlens, total_tokens).long(), (0, 1), value=total_tokens)
-    return rows_of_rank(edges, total_tokens, world_size, rank).to(torch.int32)
+    return rows_of_rank(edges_of(cu_seqlens, total_tokens), total_tokens, world_size, rank).to(torch.int32)
 
 
 def pad_thd_sequences_for_cp(

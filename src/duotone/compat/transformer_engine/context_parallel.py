@@ -111,8 +111,9 @@ class Sequences:
             if isinstance(cu_seqlens, Padded):
                 cu_seqlens, lengths = cu_seqlens.edges, checked_edges(cu_seqlens.lengths, every).long()
             edges = checked_edges(cu_seqlens, every).long()
-        if any(one.device != x.device for one in (edges, lengths) if one is not None):
-            raise UserError(f"cu_seqlens are on {edges.device}, and heads on {x.device}; move them")
+        for one in (edges, lengths):
+            if one is not None and one.device != x.device:
+                raise UserError(f"cu_seqlens are on {one.device}, and heads on {x.device}; move them")
         if lengths is not None:
             if lengths.shape != edges.shape:
                 raise UserError(f"cu_seqlens and padded ones are of equal lengths; got {len(lengths)} and {len(edges)}")

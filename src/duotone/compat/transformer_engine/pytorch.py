@@ -146,7 +146,7 @@ def drop_unused(named: Options, default: str, layout: str) -> None:
 
 
 HEADS = ("query_layer", "key_layer", "value_layer")
-WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 ELSEWHERE = "of another process"
 """In the place of the name of a group that was pickled: here that name may mean another group."""
 
@@ -164,13 +164,13 @@ class SharesSequences:
         """Let the ranks of a group share sequences from the next forward on. None is for one rank.
 
         Heads travel by all-to-all for every `cp_comm_type`: results do not depend on it. No stream is needed. UserError
-        for several groups, for an unknown way, and if the ranks do not divide the heads.
+        for several groups, for an unknown type, and if the ranks do not divide the heads.
         """
         if cp_group is not None and not hasattr(cp_group, "group_name"):
             got = type(cp_group).__name__
             raise UserError(f"cp_group is of type {got}; give one process group of this rank, as mesh.get_group() does")
-        if cp_comm_type not in WAYS:
-            raise UserError(f"cp_comm_type {cp_comm_type!r} is unknown; allowed are {', '.join(map(repr, WAYS))}")
+        if cp_comm_type not in COMM_TYPES:
+            raise UserError(f"cp_comm_type {cp_comm_type!r} is unknown; allowed are {', '.join(map(repr, COMM_TYPES))}")
         name = cp_group.group_name if cp_group is not None and cp_group.size() > 1 else ""
         cores = [core for core in self.modules() if isinstance(core, DotProductAttention)]  # type: ignore[attr-defined]
         for core in cores:
