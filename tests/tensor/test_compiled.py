@@ -59,6 +59,22 @@ def test_a_write_has_the_bytes_of_eager(name: str) -> None:
     assert all(map(same, written, expected)) and buffers == [part.data_ptr() for t in written for part in t.parts]
 
 
+def test_a_scale_of_both_planes_is_written_once() -> None:
+    """As kernels for GPUs leave it: each plane has codes of its own. A graph writes none of its inputs twice."""
+
+    def apart() -> QuantizedTensor:
+        t = QUANTIZERS["fp8"].quantize(X)
+        row, col = t.planes
+        t._columnwise = dataclasses.replace(col, parts=col.parts | {"codes": col.parts["codes"].contiguous().clone()})
+        return t
+
+    written, expected = apart(), apart()
+    assert not written.planes.aliased and written.planes[0].parts["scale"] is written.planes[1].parts["scale"]
+    compiled(lambda t, x: t.copy_(x))(written, 3 * X)
+    expected.copy_(3 * X)
+    assert same(written, expected) and same(expected, QUANTIZERS["fp8"].quantize(3 * X))
+
+
 @dataclasses.dataclass(frozen=True)
 class Clipping(Quantizer):
     """Clips to a limit that `==` leaves out."""

@@ -102,10 +102,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     alike = _with_usages_of(source, target)
     if alike.formats != target.formats or alike.matrix_shape != target.matrix_shape:
         return target.quantize_(source)
-    planes = (target.planes.rowwise, None) if target.planes.aliased else target.planes
-    for plane, other in zip(planes, alike.planes, strict=True):
-        if plane is not None and other is not None:
-            plane.copy_(other)
+    target.planes.copy_(alike.planes)
     target.count_write()
     return target
 

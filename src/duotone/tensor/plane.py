@@ -4,7 +4,7 @@ Planes travel in their wire form: contiguous uint8 or fp32 parts with the sharde
 concatenates them. Parts that cover the whole sharded dimension do not travel, because every shard holds the same one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -127,9 +127,14 @@ class Plane:
         """Whether a buffer covers the whole of `dim`, so that pieces along it share that buffer."""
         return any(spec.entries[dim] is None for spec in self.format.parts(*self.shape).values())
 
-    def copy_(self, other: "Plane", keep: Tensor | None = None) -> None:
-        """Copy the bytes of a plane with the same parts and shape. If `keep` is true on the device, nothing changes."""
+    def copy_(self, other: "Plane", keep: Tensor | None = None, written: Collection[Tensor] = ()) -> None:
+        """Copy the bytes of a plane with the same parts and shape, but those of parts that are `written`.
+
+        If `keep` is true on the device, nothing changes.
+        """
         for name, part in self.parts.items():
+            if any(part is other_part for other_part in written):
+                continue
             new = other.parts[name]
             if new.dtype is torch.uint8 is not part.dtype:  # this plane's codes have the dtype of their element
                 part = part.view(torch.uint8)  # otherwise no view: a graph could not write it
@@ -159,6 +164,16 @@ class Planes(NamedTuple):
         if row is None or col is None or row.format != col.format:
             return False
         return same_memory(row.parts["codes"], col.parts["codes"])
+
+    def copy_(self, other: "Planes", keep: Tensor | None = None) -> None:
+        """Copy the planes that both hold, as `Plane.copy_` does. A scale of both is written once: graphs need that."""
+        (row, col), (new_row, new_col) = self, other
+        written: Collection[Tensor] = ()
+        if row is not None and new_row is not None:
+            row.copy_(new_row, keep)
+            written = row.parts.values()
+        if col is not None and new_col is not None and not (written and self.aliased):
+            col.copy_(new_col, keep, written)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Planes":
         """Both planes over other buffers. A columnwise plane that views the rowwise one still does."""

@@ -100,12 +100,12 @@ class Writes(PlaneTensor):
 
     def _take(self, fresh: Planes, keep: Tensor | None) -> None:
         """Copy planes over those of the tensor. If `keep` is true on the device, no byte changes."""
+        self.planes.copy_(fresh, keep)
         planes = [*self.planes]
         for at, (plane, new) in enumerate(zip(self.planes, fresh, strict=True)):
-            if plane is not None and new is not None:
-                plane.copy_(new, keep)
-                if plane.format != new.format:  # stored alike, with scales that are computed in another way
-                    planes[at] = Plane(new.format, plane.parts, plane.shape)
+            if plane is not None and new is not None and plane.format != new.format:
+                # stored alike, with scales that are computed in another way
+                planes[at] = Plane(new.format, plane.parts, plane.shape)
         row, col = planes
         if row is not None and col is not None and row is not self._rowwise and self.planes.aliased:
             col = Plane(row.format, col.parts, col.shape)
