@@ -34,8 +34,10 @@ def test_errors_of_a_call_name_the_module_by_its_path() -> None:
     model = unnamed()
     with pytest.raises(duotone.UserError, match=r"^1\.up takes"):
         model(torch.randn(4, K + 1))
-    with pytest.raises(dynamo.Unsupported, match=r"UserError..1\.up takes"):
+    with pytest.raises(dynamo.Unsupported, match=r"UserError.*1\.up takes"):
         torch.compile(model, backend="eager", fullgraph=True)(torch.randn(4, K + 1))
+    with pytest.raises(duotone.UserError, match=r"^1\.up takes"):
+        torch.compile(model, backend="eager")(torch.randn(4, K + 1))
     model[1].up = duotone.Linear(K, K + 1)  # type: ignore[union-attr]
     with pytest.raises(duotone.UserError, match=r"^1\.mlp takes \(\.\.\., 32\)"):
         model(torch.randn(4, K))
@@ -133,7 +135,7 @@ def test_no_name_is_looked_for_without_a_message(monkeypatch) -> None:
     assert not looked
     with pytest.raises(duotone.UserError, match="takes"):
         model(torch.randn(4, K + 1))
-    assert looked == [model[1].up]  # type: ignore[union-attr]
+    assert looked == [id(model[1].up)]  # type: ignore[union-attr]
 
 
 def test_an_error_keeps_no_variable_of_a_function_alive() -> None:
