@@ -59,6 +59,8 @@ class ExpertsLinear(PlannedGroup, nn.Module):
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
         whole = self.whole
+        if torch.compiler.is_dynamo_compiling():  # torch 2.11 traces no requires_grad_
+            return tuple(self._members(whole))  # type: ignore[return-value]
         members = tuple(self._members(whole.detach()))
         return tuple(w.requires_grad_(whole.requires_grad) for w in members)  # type: ignore[return-value]
 
