@@ -15,7 +15,7 @@ GROUPS: list[tuple[int, tuple[str, ...]]] = [
     (2, ("fsdp_worker.py", "mesh_worker.py", "styles_worker.py")),
     (2, ("fsdp_ways_worker.py", "parallel_worker.py")),
     (2, ("expert_worker.py", "pipeline_worker.py")),
-    (2, ("te_worker.py", "amax_worker.py", "test_new_format.py")),
+    (2, ("te_worker.py", "te_context_worker.py", "amax_worker.py", "test_new_format.py")),
     *((world, workers) for world in (2, 4) for workers in (OF_ATTENTION, ("checkpoint_worker.py",))),
     *((world, ("trainer_worker.py",)) for world in (2, 4)),
     (4, ("fsdp_mesh_worker.py",)),

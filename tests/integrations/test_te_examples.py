@@ -18,7 +18,7 @@ import pytest
 import torch
 
 CLONE = os.environ.get("TRANSFORMER_ENGINE")
-EXAMPLES = Path(CLONE or ".") / "examples" / "pytorch"
+EXAMPLES = Path(CLONE or ".").resolve() / "examples" / "pytorch"
 pytestmark = pytest.mark.skipif(
     CLONE is None, reason="TRANSFORMER_ENGINE=path pytest tests/integrations/test_te_examples.py, with a clone of it"
 )

@@ -338,7 +338,7 @@ def test_a_whole_step_compiles_a_forward_and_a_write_and_nothing_that_rolls() ->
     inputs = torch.randn(3, 32, WIDTH).bfloat16()
 
     def train(m: nn.Module, how: Callable[[Callable[[Tensor], None]], Callable[[Tensor], None]]) -> list[Tensor]:
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.125)  # torch 2.11 rounds the product of a compiled step to bf16: exact so
 
         def step(x: Tensor) -> None:
             m(x).float().square().sum().backward()
