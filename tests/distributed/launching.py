@@ -13,9 +13,11 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ FORKS.set_forkserver_preload(
     ["duotone", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._inductor.compile_fx"]
 )
 """Ranks on a CPU are copies of one process, which imported these once. CUDA does not work in copies of a process."""
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def names(worker: str | Path) -> list[str]:
@@ -45,8 +48,6 @@ def run(workers: Sequence[Path], folder: Path, world: int, rank: int, backend: s
     gc.freeze()  # what was imported: the collector walked over it again and again
     gc.set_threshold(20_000, 50, 100)
     torch._C._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0  # as in conftest.py
-    if backend == "gloo":
-        torch.cuda.is_available = lambda: False  # CUDA does not work in copies of a process
     for worker in workers:
         sys.argv = [str(worker), str(folder_of(worker, folder)), str(world), str(rank), backend]
         runpy.run_path(str(worker), run_name="__main__")
@@ -76,7 +77,7 @@ def torchrun(script: Path, *arguments: object, restarts: int = 0) -> subprocess.
         str(script),
         *map(str, arguments),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, **NO_GPU, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert process.returncode == 0, process.stderr[-3000:]
     return process
@@ -97,6 +98,9 @@ def launch(
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("torch.distributed has no gloo here; install a torch build that has it: pip install torch")
     context = FORKS if backend == "gloo" else multiprocessing.get_context("spawn")
+    if backend == "gloo":
+        with mock.patch.dict(os.environ, NO_GPU):
+            forkserver.ensure_running()
     scripts = [HERE / worker for worker in workers]
     ranks = [context.Process(target=run, args=(scripts, folder, world, rank, backend)) for rank in range(world)]
     for process in ranks:

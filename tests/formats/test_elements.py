@@ -142,7 +142,7 @@ def test_e2m1_thresholds_are_those_of_the_table() -> None:
 
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_encode_equals_torch_casts_where_those_are_defined(inputs: str) -> None:
-    for element, limit in ((elements.E4M3, np.inf), (elements.E5M2, 61440.0)):
+    for element, limit in ((elements.E4M3, 464.0), (elements.E5M2, 61440.0)):  # above, torch 2.11 gives NaN or inf
         v = torch.from_numpy(INPUTS[inputs](element.name))
         v = v[v.abs() < limit]
         assert element.dtype is not None

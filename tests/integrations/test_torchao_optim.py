@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from packages import require
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import duotone
@@ -26,11 +27,11 @@ CASES = [
 ]
 
 
-def build(recipe: str) -> nn.Sequential:
+def build(recipe: str, device: str = DEVICE) -> nn.Sequential:
     """Weights of 256x160: large enough for casts in pieces. One side is no multiple of 128."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(160, 256), nn.GELU(), nn.Linear(256, 160))
-    return duotone.convert_parameters(duotone.convert(model.to(DEVICE), recipe), recipe)
+    return duotone.convert_parameters(duotone.convert(model.to(device), recipe), recipe)
 
 
 def values_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -78,8 +79,8 @@ def test_compiled_steps_over_shards_write_the_planes_of_one_process() -> None:
     """mxfp8 needs nothing of other ranks, so each weight is one op. Inductor failed on the planes of a shard as ops."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model, sharded = build("mxfp8"), build("mxfp8")
-        fully_shard(sharded)
+        model, sharded = (build("mxfp8", "cpu") for _ in range(2))
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
         optimizers = [optim.AdamW8bit(one.parameters(), lr=3e-2) for one in (model, sharded)]
         x = torch.randn(64, 160, generator=torch.Generator().manual_seed(1))
         for _ in range(2):

@@ -64,7 +64,7 @@ def test_a_scale_of_both_planes_is_written_once() -> None:
 
     def apart() -> QuantizedTensor:
         t = QUANTIZERS["fp8"].quantize(X)
-        row, col = t.planes
+        _, col = t.planes
         t._columnwise = dataclasses.replace(col, parts=col.parts | {"codes": col.parts["codes"].contiguous().clone()})
         return t
 
