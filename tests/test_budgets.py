@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41198
+LIBRARY_LINES = 41217
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -30,7 +30,7 @@ BUDGETS = {
     "cli": (1548, 2, 0),
     "comm": (202, 1, 1),
     "compat": (3026, 11, 0),
-    "conversion": (2776, 6, 0),
+    "conversion": (2778, 6, 0),
     "dispatch": (3616, 1, 0),
     "distributed": (475, 3, 0),
     "formats": (1517, 0, 0),
@@ -43,13 +43,13 @@ BUDGETS = {
     "ops": (1471, 0, 0),
     "optim": (893, 3, 0),
     "package": (354, 1, 0),
-    "pipeline": (1672, 15, 0),
+    "pipeline": (1677, 15, 0),
     "planned": (3589, 15, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1463, 0, 0),
     "state": (2002, 11, 0),
-    "tensor": (3022, 17, 0),
+    "tensor": (3034, 17, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 
