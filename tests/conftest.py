@@ -66,6 +66,16 @@ def _casts(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _fresh_compiler(request: pytest.FixtureRequest) -> None:
+    """Let no test see what Dynamo noted in another one.
+
+    Dynamo compiles no frame again in which a compiled call ended in an exception, not even for another model.
+    """
+    if "torch._dynamo" in sys.modules and request.path.parent.name not in COMPILED_CASTS:
+        torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(1234)
 

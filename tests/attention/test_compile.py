@@ -21,9 +21,7 @@ from duotone.recipes import Rule, RuleRecipe
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
     yield
-    torch._dynamo.reset()
 
 
 def step(run, module: nn.Module, *inputs: Tensor, **options) -> list[Tensor]:

@@ -19,7 +19,6 @@ def test_a_compiled_layer_under_nvfp4_equals_eager(dtype: torch.dtype) -> None:
     Under inductor the sums of norms and softmax differ in their last bits, and four-bit codes flip with them: a few
     per cent of a gradient, all of that of the bias of the keys, which is 0 but for rounding.
     """
-    torch._dynamo.reset()
     options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": dtype, "attn_input_format": "bshd"}
     eager = duotone.TransformerLayer(32, 48, 2, recipe=recipes.load("nvfp4"), name="layer", **options)
     compiled = copy.deepcopy(eager)
@@ -36,13 +35,11 @@ def test_a_compiled_layer_under_nvfp4_equals_eager(dtype: torch.dtype) -> None:
                 [y, leaf.grad, *(p.grad.clone() for p in m.parameters()), *(b.clone() for b in m.buffers())]
             )
         assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", ["mxfp8", pytest.param("fp8-delayed", marks=pytest.mark.slow)])
 def test_equal_layers_share_a_graph_for_each_flag(name: str) -> None:
     """Layers that met a recipe before, and layers that never did: all of them are asked when the first is traced."""
-    torch._dynamo.reset()
     options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": torch.bfloat16}
     layers = [duotone.TransformerLayer(32, 48, 2, **options) for _ in range(3)]
     x, recipe = torch.randn(8, 2, 32).bfloat16(), recipes.load(name)
@@ -62,7 +59,6 @@ def test_equal_layers_share_a_graph_for_each_flag(name: str) -> None:
                     results.append([y, *[p.grad for p in m.parameters()]])
                 assert all(torch.equal(*both) for both in zip(*results, strict=True))
     assert counter.frame_count == 2
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("scaling", [duotone.Float8CurrentScaling, duotone.DelayedScaling])
@@ -70,7 +66,6 @@ def test_more_layers_than_dynamo_compiles_share_a_graph_of_attention_in_low_prec
     scaling: Callable[..., recipes.Recipe],
 ) -> None:
     """Dynamo gives up after 8 graphs of one function. Another model under another recipe compiles once beside it."""
-    torch._dynamo.reset()
     options = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -98,7 +93,6 @@ def test_more_layers_than_dynamo_compiles_share_a_graph_of_attention_in_low_prec
     assert counter.frame_count == 2
     roles = {layer.self_attention.layernorm_qkv.output_quantizer_role for layer in models[0]}
     assert len(roles) == 9 and None not in roles
-    torch._dynamo.reset()
 
 
 class Attend(nn.Module):
@@ -126,7 +120,6 @@ class Loop(nn.Module):
 @pytest.mark.parametrize("kind", ["one by one", "loop over compiled", pytest.param("whole", marks=pytest.mark.slow)])
 def test_forty_cores_under_delayed_scaling_compile_once(kind: str) -> None:
     """Each core has its own scales and histories, which roll as in eager code."""
-    torch._dynamo.reset()
     m = Loop(40)
     eager = copy.deepcopy(m)
     counter = CompileCounterWithBackend("eager")
@@ -148,4 +141,3 @@ def test_forty_cores_under_delayed_scaling_compile_once(kind: str) -> None:
             assert len(results[0]) == 2 + 40 * 6
             assert all(torch.equal(*both) for both in zip(*results, strict=True))
     assert counter.frame_count == 1
-    torch._dynamo.reset()

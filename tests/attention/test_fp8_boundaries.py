@@ -77,7 +77,6 @@ def test_cross_attention_and_layers_train_and_their_bits_repeat() -> None:
 
 
 def test_a_compiled_layer_has_the_bits_of_an_eager_one() -> None:
-    torch._dynamo.reset()
     module, x = attention(FP8), torch.randn(12, 2, 64)
     run = torch.compile(module, fullgraph=True, backend="aot_eager")
     for result, expected in zip(step(module, x, run), step(module, x), strict=True):

@@ -157,7 +157,6 @@ def test_a_first_step_without_tokens_starts_no_scale() -> None:
     ("recipe", "dropout"), [(DPA, 0.0), (CURRENT, 0.3), (duotone.DelayedScaling(fp8_dpa=True), 0.0)]
 )
 def test_a_compiled_call_has_the_bits_of_an_eager_one(recipe, dropout) -> None:
-    torch._dynamo.reset()
     eager = core(recipe, attention_dropout=dropout)
     compiled = copy.deepcopy(eager)
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
@@ -277,7 +276,6 @@ def test_saved_activations_are_less_than_six_tenths_of_those_of_bf16(fast_backwa
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 def test_a_scale_that_is_set_later_holds_from_the_next_call_on(is_compiled: bool) -> None:
-    torch._dynamo.reset()
     module, expected = core(CURRENT), core(CURRENT, softmax_scale=0.5)
     run = torch.compile(module, backend="aot_eager", fullgraph=True) if is_compiled else module
     assert not torch.equal(step(run, heads())[0], step(expected, heads())[0])

@@ -281,17 +281,14 @@ def test_a_sequential_runs_what_neighbours_its_linears_in_their_pipeline() -> No
 
 
 def test_a_block_compiles_whole_with_eager_bits() -> None:
-    torch._dynamo.reset()
     eager = duotone.fuse(duotone.convert(FeedForward(), "fp8-current"))
     m, x = copy.deepcopy(eager), hidden_states(2, 8, width=32)
     m.compile(fullgraph=True, backend="aot_eager")
     left, right = gradients_of(m, x), gradients_of(eager, x)
     assert torch.equal(left["y"], right["y"]) and error(left, right) < 1e-6
-    torch._dynamo.reset()
 
 
 def test_equal_blocks_that_are_compiled_one_by_one_share_a_graph() -> None:
-    torch._dynamo.reset()
     graphs = []
 
     def backend(graph, inputs):
@@ -303,7 +300,6 @@ def test_equal_blocks_that_are_compiled_one_by_one_share_a_graph() -> None:
         block.compile(fullgraph=True, backend=backend)
     m(hidden_states(2, 8, width=32).requires_grad_())
     assert len(graphs) == 1
-    torch._dynamo.reset()
 
 
 def test_the_epsilon_of_a_norm_that_follows_its_dtype() -> None:

@@ -130,14 +130,12 @@ def test_generation_with_a_cache_runs_under_every_recipe_and_begins_as_the_forwa
 
 
 def test_it_compiles_whole_and_equals_eager() -> None:
-    torch._dynamo.reset()
     eager, compiled = (duotone.convert(llama(num_hidden_layers=1), recipes.load("fp8-current")) for _ in range(2))
     run = torch.compile(compiled, fullgraph=True, backend="eager")
     expected = gradients(eager, batch(0))
     loss = run(input_ids=batch(0), labels=batch(0), use_cache=False).loss
     loss.backward()
     assert_same_bits(expected, {"loss": loss.detach()} | {name: p.grad for name, p in compiled.named_parameters()})
-    torch._dynamo.reset()
 
 
 def test_casting_a_converted_model_to_bf16_is_converting_a_bf16_model() -> None:

@@ -129,7 +129,6 @@ def test_revert_gives_back_the_classes_and_the_bits() -> None:
 
 def test_compiled_experts_are_one_graph_with_the_bits_of_eager() -> None:
     """Their row counts follow from the router, which is not the library's: the host looks at them."""
-    torch._dynamo.reset()
     m = duotone.convert(mixtral(), recipes.load("mxfp8"))
     counter = CompileCounterWithBackend("aot_eager")
     results = []
@@ -146,4 +145,3 @@ def test_compiled_experts_are_one_graph_with_the_bits_of_eager() -> None:
         torch.equal(*both) for pair in zip(results[:2], results[2:], strict=True) for both in zip(*pair, strict=True)
     )
     assert counter.frame_count == 1
-    torch._dynamo.reset()

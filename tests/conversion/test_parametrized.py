@@ -89,7 +89,6 @@ def test_the_older_norms_of_torch_which_are_hooks_convert_and_revert(norm) -> No
 def test_a_spectral_norm_steps_once_a_forward_and_not_when_somebody_looks(name: str, is_compiled: bool) -> None:
     """torch's own linear is the reference: its power iteration steps once each time that forward reads the weight."""
     torch.manual_seed(0)
-    torch._dynamo.reset()
     plain = nn.Sequential(parametrizations.spectral_norm(nn.Linear(32, 32)))
     model = copy.deepcopy(plain)
 

@@ -36,7 +36,6 @@ def steps(module: torch.nn.Module, call: object, x: Tensor, count: int = 3) -> l
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", (*RECIPES, *PAIRS))
 def test_a_compiled_linear_gives_the_bits_of_eager(name, backend) -> None:
-    torch.compiler.reset()
     torch.manual_seed(0)
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
     results = [
@@ -63,7 +62,6 @@ def test_a_compiled_linear_gives_the_bits_of_eager(name, backend) -> None:
     ],
 )
 def test_the_graph_of_a_compiled_linear_calls_the_kernel(name, op, count) -> None:
-    torch.compiler.reset()
     seen: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
@@ -158,7 +156,6 @@ def test_a_cast_with_the_number_of_a_state_is_what_its_schema_says() -> None:
 @pytest.mark.parametrize("name", ("fp8-delayed", "fp8-current", "nvfp4", "bf16"))
 def test_compiled_groups_main_grads_and_cached_weights_give_the_bits_of_eager(name, backend) -> None:
     """The memory of what forward saves is not the graph's, which reuses its own."""
-    torch.compiler.reset()
     options = {"device": "cuda", "params_dtype": torch.bfloat16, "recipe": recipes.load(name)}
 
     def outcomes(compiles: bool) -> list[Tensor]:
@@ -191,7 +188,6 @@ def test_compiled_groups_main_grads_and_cached_weights_give_the_bits_of_eager(na
 @pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "nvfp4"])
 def test_compiled_groups_with_quantized_weights_give_the_bits_of_eager(name) -> None:
     """What is saved of a weight are its codes, in the dtype of the element where eager code has them so."""
-    torch.compiler.reset()
     with duotone.quantized_model_init(recipe=recipes.load(name)):
         options = {"device": "cuda", "params_dtype": torch.bfloat16, "recipe": recipes.load(name)}
         module = duotone.GroupedLinear(4, 512, 256, name="group", **options)

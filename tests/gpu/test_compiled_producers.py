@@ -39,7 +39,6 @@ def steps(module: torch.nn.Module, call: object) -> list[Tensor]:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_compiled_mlp_gives_the_bits_of_eager(name: str, recompute: bool, activation: str) -> None:
-    torch.compiler.reset()
     eager, traced = (mlp(name, activation, recompute) for _ in range(2))
     traced.load_state_dict(eager.state_dict(), strict=False)
     duotone.load_rng_state(traced, duotone.rng_state(eager))
@@ -49,7 +48,6 @@ def test_a_compiled_mlp_gives_the_bits_of_eager(name: str, recompute: bool, acti
 
 
 def test_inductor_calls_the_ops_and_stays_close_to_eager() -> None:
-    torch.compiler.reset()
     eager, traced = (mlp("fp8-delayed", "swiglu") for _ in range(2))
     traced.load_state_dict(eager.state_dict(), strict=False)
     for a, b in zip(steps(eager, eager), steps(traced, torch.compile(traced, fullgraph=True)), strict=True):
@@ -70,7 +68,6 @@ class Around(torch.nn.Module):
 @pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current", "fp8-block", "nvfp4"])
 def test_inductor_adds_in_the_kernel_of_a_norm_and_joins_no_weights(name: str) -> None:
     """The ops that `dispatch.graph_patterns` puts in have the bits of those that they stand for."""
-    torch.compiler.reset()
     torch.manual_seed(0)
     options = {"bias": False, "device": "cuda", "params_dtype": torch.bfloat16, "recipe": recipes.load(name)}
     split = {"normalization": "RMSNorm", "parameters_split": ("query", "key")}

@@ -40,7 +40,6 @@ def steps(m: nn.Module, region, call=None) -> list[Tensor]:
 @pytest.mark.parametrize("how", ["plain", "compiled", "checkpoint", "quantized"])
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_have_the_bits_of_those_without_it(name, how) -> None:
-    torch.compiler.reset()
     m, other = model(name), model(name)
     calls = [m, other]
     if how == "quantized":

@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,13 +14,6 @@ from duotone import CustomRecipe, Quantizer, QuantizerRole, recipes
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 WIDTH = 32
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):
@@ -105,6 +98,17 @@ def test_a_model_may_be_compiled_first_and_converted_second(how: str) -> None:
     assert duotone.convert(compiled, recipes.load("fp8-current")) is compiled
     assert all(torch.equal(*both) for both in zip(step(compiled), step(eager), strict=True))
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed"])
+def test_a_model_compiled_after_an_error_has_the_bits_of_eager(name: str) -> None:
+    """Dynamo runs such frames eagerly from then on, compiles what they call, and must leave autograd's parts alone."""
+    models = [duotone.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH)).bfloat16(), name) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    with pytest.raises(duotone.UserError, match="reshape the input"):
+        torch.compile(models[0], backend="aot_eager")(torch.randn(16, 48).bfloat16())
+    expected, result = step(models[0]), step(torch.compile(models[1], backend="aot_eager", fullgraph=True))
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 def test_a_factory_with_side_effects_is_asked_once_for_each_slot_and_never_by_a_graph() -> None:

@@ -196,7 +196,6 @@ def test_boundaries_are_part_of_one_graph_with_the_bits_of_eager(name) -> None:
         return leaf.grad, *(p.grad.clone() for m in modules for p in m.parameters())
 
     eager, compiled = chain(), chain()
-    torch._dynamo.reset()
     run = torch.compile(
         lambda x: compiled[1](compiled[0](x, fp8_output=True), fp8_grad=True), backend="aot_eager", fullgraph=True
     )
@@ -220,7 +219,6 @@ def test_boundaries_in_a_checkpoint_of_a_graph_keep_the_seeds_of_their_forwards(
             loss.backward()
         return [*[leaf.grad for leaf in leaves], *[p.grad for p in m.parameters()], m.duotone_seed]
 
-    torch._dynamo.reset()
     result = step(compiled, partial(torch.compile, backend="aot_eager", fullgraph=True))
     assert all(map(torch.equal, result, step(eager, lambda body: body)))
 

@@ -1,7 +1,6 @@
 """torch.compile(fullgraph=True) of converted models equals eager bit for bit; equal recipes compile once."""
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -42,13 +41,6 @@ RECIPES: dict[str, Recipe] = {
 
 TWICE = ("fp8-delayed", "nvfp4")
 """Recipes whose layers draw seeds or roll scales in one order."""
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class TwoLayers(nn.Module):

@@ -205,7 +205,6 @@ def test_regions_of_other_recipes_stay_with_their_forwards(kind) -> None:
 
 
 def test_compiled_code_in_frames_changes_no_bit() -> None:
-    torch._dynamo.reset()
     if torch.cuda.is_available():
         torch.cuda.init()  # compilers look at random states of GPUs, which must not begin inside of a checkpoint
     m = model(STOCHASTIC)[:1]
@@ -213,7 +212,6 @@ def test_compiled_code_in_frames_changes_no_bit() -> None:
     compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
     result = microbatches(m, lambda _, x: KINDS["non-reentrant"](compiled, x), (1, 0, 2))
     assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(
@@ -222,7 +220,6 @@ def test_compiled_code_in_frames_changes_no_bit() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_checkpoints_inside_of_compiled_code_have_what_their_own_forwards_had(recipe, kind) -> None:
     """A region for each microbatch moves the scales, so the newest forward has others than those before it."""
-    torch._dynamo.reset()
     eager = model(recipe)
     compiled = copy.deepcopy(eager)
 
@@ -243,7 +240,6 @@ def test_checkpoints_inside_of_compiled_code_have_what_their_own_forwards_had(re
     for order in ((1, 0, 2), (2, 1, 0)):
         result, expected = step(run, compiled, order), step(body, eager, order)
         assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("recipe", [STOCHASTIC, DELAYED], ids=["stochastic", "delayed"])

@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -312,13 +311,6 @@ def test_a_copy_continues_as_the_original(cls, name, how) -> None:
         assert equal(outcome(other, other.parameters(), x), outcome(module, module.parameters(), x))
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(
     ("cls", "name"),
     [
@@ -328,7 +320,6 @@ def fresh_compiler() -> Iterator[None]:
         pytest.param(LayerNormMLP, "fp8-delayed", marks=pytest.mark.slow),  # tests/modules/test_one_graph.py has it
     ],
 )
-@pytest.mark.usefixtures("fresh_compiler")
 def test_it_compiles_whole_and_equals_eager(cls, name) -> None:
     """core 67."""
     eager = make(cls, recipe=RECIPES[name], return_layernorm_output=True)

@@ -26,11 +26,9 @@ WIDTH = 32
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
+def _no_recompile_limit_is_hit() -> Iterator[None]:
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):

@@ -350,7 +350,6 @@ def test_functional_transforms_in_compiled_code_are_exact_or_an_error(kind: str)
     def gradient(t: Tensor) -> Tensor:
         return torch.func.grad(lambda t: m(t).square().sum())(t)
 
-    torch._dynamo.reset()
     compiled = torch.compile(gradient, backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match=r"has no second derivative and none of torch\.func"):
         compiled(x)

@@ -558,7 +558,6 @@ def test_ops_of_every_kind_are_one_graph_with_the_bits_of_eager() -> None:
     parts = [ops.LayerNorm(64, dtype=DTYPE), linear(32), ops.Bias(32, dtype=DTYPE), ops.ConstantScale(0.5), ops.GELU()]
     parts += [ops.Reshape((4, 8, -1)), ops.SwiGLU(), ops.Dropout(0.0), ops.L2Normalization(), ops.Identity()]
     model, x = ops.Sequential(*parts, ops.Reshape((-1, 16))), rows()
-    torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert equal(outcome(compiled, model.parameters(), x), outcome(model, model.parameters(), x))
 
@@ -569,7 +568,6 @@ def test_quantize_is_part_of_one_graph_with_the_bits_of_eager(recipe) -> None:
     pipeline = ops.Sequential(ops.Quantize(True, True), linear(32), ops.Quantize(True, True), ops.GELU())
     eager = nn.Sequential(ops.GELU(), ops.Quantize(), pipeline)
     compiled = copy.deepcopy(eager)
-    torch._dynamo.reset()
     run = torch.compile(compiled, backend="aot_eager", fullgraph=True)
     with duotone.autocast(recipe=recipe):
         for x in (rows(), rows()):

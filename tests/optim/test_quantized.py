@@ -293,7 +293,6 @@ def test_one_graph_serves_all_steps_without_masters() -> None:
 
     A weight cache marks each step, and no graph may depend on how many it has marked.
     """
-    torch._dynamo.reset()
     STEPS.register()
     counter, values = CompileCounterWithBackend("aot_eager"), []
     for kind in (torch.optim.AdamW, AdamW):
@@ -313,7 +312,6 @@ def test_one_graph_serves_all_steps_without_masters() -> None:
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_a_compiled_step_counts_from_the_first_gradient_of_each_parameter(late: int) -> None:
     """In groups, where Dynamo reads the state of all parameters once. torch's AdamW is the oracle."""
-    torch._dynamo.reset()
     counts = []
     for kind in (torch.optim.AdamW, AdamW):
         parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
@@ -331,7 +329,6 @@ def test_a_compiled_step_counts_from_the_first_gradient_of_each_parameter(late: 
 
 def test_a_compiled_step_that_writes_masters_has_the_bits_of_eager() -> None:
     """A graph would hold the numbers of one step, so such a step runs outside of graphs and compiles nothing again."""
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     values = []
     for compiles in (False, True):
@@ -351,7 +348,6 @@ def test_a_compiled_step_that_writes_masters_has_the_bits_of_eager() -> None:
 
 def test_a_compiled_step_is_that_of_eager_after_one_without_masters() -> None:
     """Frames that Dynamo gives up are run piece by piece, and compiled pieces took the state of another parameter."""
-    torch._dynamo.reset()
     counts, values = [], []
     for has_masters, compiles in ((False, True), (True, False), (True, True)):
         torch.manual_seed(5)

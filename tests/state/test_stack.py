@@ -272,12 +272,10 @@ def test_a_region_that_another_thread_ends_has_ended() -> None:
 
 
 @pytest.fixture
-def compiled() -> Iterator[tuple[Any, nn.Module, CompileCounterWithBackend]]:
-    torch._dynamo.reset()
+def compiled() -> tuple[Any, nn.Module, CompileCounterWithBackend]:
     m = duotone.convert(nn.Linear(64, 64, bias=False), recipes.load("bf16"), ())
     counter = CompileCounterWithBackend("eager")
-    yield torch.compile(m, fullgraph=True, backend=counter), m, counter
-    torch._dynamo.reset()
+    return torch.compile(m, fullgraph=True, backend=counter), m, counter
 
 
 def test_compiled_code_follows_the_region_of_the_calling_thread_and_task(compiled) -> None:
@@ -312,7 +310,6 @@ def test_compiled_code_follows_the_region_of_the_calling_thread_and_task(compile
 
 
 def test_regions_inside_of_compiled_code() -> None:
-    torch._dynamo.reset()
     m = duotone.convert(nn.Linear(64, 64, bias=False), recipes.load("bf16"), ())
 
     @duotone.autocast(recipe=E5)
@@ -331,7 +328,6 @@ def test_regions_inside_of_compiled_code() -> None:
         assert torch.equal(run(x), body(x)) and active_recipe() is None
     with duotone.autocast(recipe=E5):
         assert torch.equal(run(x), body(x)) and active_recipe() is E5
-    torch._dynamo.reset()
 
 
 # Rolling

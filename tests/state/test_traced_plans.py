@@ -56,7 +56,6 @@ def test_a_new_recipe_for_each_trace_leaves_no_plans_behind() -> None:
 
 
 def test_the_plans_of_a_dropped_compiled_model_go_with_it() -> None:
-    torch._dynamo.reset()
     m = duotone.Linear(48, 16, recipe=recipes.load("mxfp8"))  # no other module of the suite has this content
     run = torch.compile(m, fullgraph=True, backend="aot_eager")
     run(torch.randn(32, 48)).sum().backward()

@@ -16,11 +16,6 @@ from duotone.tensor.plane import Planes, Usage
 X = torch.randn(48, 80, generator=torch.Generator().manual_seed(4))
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
-
-
 def compiled(function):
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 

@@ -13,6 +13,7 @@ from torch.autograd.function import FunctionCtx
 from duotone.errors import UserError
 from duotone.pipeline.stage import Gradients, Saved, Stages
 from duotone.state.frames import FORWARD
+from duotone.state.torch_private import never_compiled
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.plane import DeferredPlane, Plane
 
@@ -162,6 +163,7 @@ _apply = super(torch.autograd.Function, PipelineFunction).apply  # type: ignore[
 _unwrap = torch._C._functorch.unwrap_if_dead  # type: ignore[attr-defined]
 
 
+@never_compiled
 def apply_eagerly(forward: Stages, backward: Backward, x: Tensor, *operands: object) -> Outputs:
     """`PipelineFunction.apply` outside of traces and transforms of torch.func, in less host time."""
     around, FORWARD.is_alone = FORWARD.is_alone, backward.alone
