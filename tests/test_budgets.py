@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41219
+LIBRARY_LINES = 41245
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -44,7 +44,7 @@ BUDGETS = {
     "optim": (893, 3, 0),
     "package": (354, 1, 0),
     "pipeline": (1679, 15, 0),
-    "planned": (3589, 15, 1),
+    "planned": (3615, 17, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1463, 0, 0),

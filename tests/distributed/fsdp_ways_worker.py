@@ -218,6 +218,27 @@ def every_way_to_shard_gives_the_bits_of_one_process(folder: Path) -> None:
                 same(result.to(want.dtype), want, f"{name}, {way}, {is_quantized}")
 
 
+@check
+def weights_that_stay_on_the_host_send_planes(folder: Path) -> None:
+    """FSDP2 copies a shard to the GPU, and the copy is encoded. The amaxes of shards are measured on the host."""
+    policy = CPUOffloadPolicy(pin_memory=checks.DEVICE == "cuda")
+    for name in (*STEPS_OF, "fp8-rowwise", "fp8-delayed"):
+        one = model(recipes.load(name), is_quantized=False)
+        m = copy.deepcopy(one)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*travels in high precision")
+            duotone.gather_quantized(m)
+            split(m, checks.mesh(), offload_policy=policy, reshard_after_forward=True)
+        assert {p.device.type for p in m.parameters()} == {"cpu"}
+        microbatches = 1 if name == "fp8-delayed" else 2  # a weight that stays gathered keeps its scale
+        for result, want in zip(steps(m, microbatches), steps(one, microbatches), strict=True):
+            same(result.to(want.dtype), want, name)
+        with Traffic() as traffic:
+            m(torch.randn(64, 128).bfloat16())
+        plain = 2 * (256 * 128 + 256 * 256 + 256) // dist.get_world_size()
+        assert sum(traffic.gathers) < 0.54 * plain, (name, traffic.gathers)
+
+
 def low_precision(m: nn.Module) -> nn.Module:
     """What one process computes with: the model itself under FSDP2, else a copy in bf16."""
     return m if isinstance(m, FSDPModule) else copy.deepcopy(m).bfloat16()

@@ -60,11 +60,14 @@ def require_reduction(module: object, plan: LinearPlan, group: str) -> None:
         )
 
 
-def states_for(module: "Planned", plan: LinearPlan) -> tuple[str, str]:
-    """The numbers of the forward and the backward state, created or adjusted to the plan, with loaded values."""
+def states_for(module: "Planned", plan: LinearPlan, device: torch.device | None = None) -> tuple[str, str]:
+    """The numbers of the forward and the backward state, created or adjusted to the plan, with loaded values.
+
+    `device`: where the module computes, if its weights are elsewhere now.
+    """
     history = agreed_history(plan.quantizers)
     members = module.num_gemms
-    device = weights_of(module)[0].device
+    device = device or weights_of(module)[0].device
     forward = state_of(module, FORWARD_STATE, FORWARD_SLOTS * members, history, device)
     backward = state_of(module, BACKWARD_STATE, BACKWARD_SLOTS * members, history, device)
     forward.largest = [*largest(plan.input.quantizer), *largest(plan.weight.quantizer)] * members

@@ -6,7 +6,7 @@ Scales that span the weight are agreed on for all weights of a model in one coll
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +49,9 @@ def gather_quantized(model: nn.Module) -> nn.Module:
 
     Call it on a model with converted linears or Duotone modules, before or after `fully_shard`, and before the first
     forward. Parameters, gradients, optimizer states and checkpoints stay plain. A weight keeps the formats of its first
-    forward. Some weights travel in high precision, with a warning: weights in pieces, packed ones, weights on the CPU,
-    weights that FSDP2 cuts along columns, and all under backward_override = "high_precision". UserError if a recipe
-    rounds weights stochastically, and in compiled code if it scales them by history.
+    forward. Some weights travel in high precision, with a warning: weights in pieces, packed ones, weights that FSDP2
+    cuts along columns, and all under backward_override = "high_precision". UserError if a recipe rounds weights
+    stochastically, and in compiled code if it scales them by history.
     """
     for module in model.modules():
         if hasattr(module, "sends_planes"):
@@ -93,7 +93,7 @@ def _refusal(parameter: "DTensor", weight: OperandPlan) -> str:
     if parameter.dim() != 2:
         return "it is packed"
     shard = parameter._local_tensor
-    if shard.device.type != parameter.device_mesh.device_type:
+    if shard.device.type not in ("cpu", parameter.device_mesh.device_type):
         return f"its shards are on {shard.device}"
     if any(weight.quantizer.delayed) and not encodes_itself(weight.quantizer):
         return f"{weight.quantizer} gives a delayed scale to something else than the weight"
@@ -117,6 +117,13 @@ class SentWeight:
     def __init__(self, module: "Planned", member: int, parameter: "DTensor") -> None:
         self.module, self.member = module, member
         self.shard, mesh = parameter._local_tensor, parameter.device_mesh
+        self.device = self.shard.device
+        """Where planes are encoded: a device of the mesh, also if FSDP2 keeps the shard on the CPU."""
+        self.copied: Tensor | None = None
+        """FSDP2's copy on that device, until it is encoded."""
+        if self.device.type != mesh.device_type:
+            self.device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+            self.shard.to = self.to  # type: ignore[method-assign]
         self.cuts = [(mesh.get_group(at).group_name, dim) for at, dim in cuts_of(parameter)]
         """The groups of ranks that cut the weight, and the dimension that each cuts. The first one is of FSDP2."""
         self.groups = [group.group_name for group in mesh.get_all_groups()]
@@ -156,10 +163,25 @@ class SentWeight:
             self.gathers.keeps_rowwise |= self.module.differentiates_rowwise
         source = self.slots[ROWWISE][1].scale if ROWWISE in self.slots else self.amaxes.get(ROWWISE)
         sent = self.gathers.send(mesh, self.planes, source)
+        self.copied = None
         if not self.is_even and (param := self.gathers.param) is not None:
             self.padded = param.padded_sharded_param_size
             param.padded_sharded_param_size = self.shard.shape  # else it asks for buffers of the padded shape
         return sent, self
+
+    def to(self, *args: Any, **options: Any) -> Tensor:
+        """`Tensor.to` of a shard on the CPU. FSDP2 looks for the hook before a gather at the copy."""
+        copy = Tensor.to(self.shard, *args, **options)
+        if copy.device == self.device:
+            self.copied = copy
+            setattr(copy, PRE, self)
+        return copy
+
+    @property
+    def values(self) -> Tensor:
+        """The shard on the device that encodes it."""
+        shard = self.shard if self.copied is None else self.copied
+        return shard.detach().to(self.device, non_blocking=True)
 
     def after_gather(
         self,
@@ -183,7 +205,7 @@ class SentWeight:
 
     def prepare(self, dtype: torch.dtype, rows: int) -> None:
         """Choose the formats: those of the first call that gathers. `rows` is the number of rows of the weight."""
-        plan = self.module.plans.plan(active_recipe() or self.module.recipe, Call(str(self.shard.device), dtype))
+        plan = self.module.plans.plan(active_recipe() or self.module.recipe, Call(str(self.device), dtype))
         require_planes(self.module, plan.weight)
         self.weight, self.dtype, self.rows = plan.weight.from_cache(plan.weight.source, True), dtype, rows
         row, col = self.weight.formats
@@ -196,7 +218,7 @@ class SentWeight:
         self.amax_cuts = {side: self._cuts_that_share(side) for side in SIDES}
         self.slots, slots = {}, (None, None)
         if any(plan.weight.quantizer.delayed):
-            delayed_states.states_for(self.module, plan)
+            delayed_states.states_for(self.module, plan, self.device)
             slots = delayed_states.weight_context(self.module, plan, self.member).slots
             sent = zip(SIDES, slots, (row, col), strict=True)
             self.slots = {side: (slot, FixedScale(self.shard)) for side, slot, fmt in sent if slot and fmt}
@@ -219,7 +241,7 @@ class SentWeight:
             formats = (fmt and fmt.name for fmt in sent.gathers.formats)
             names.append(f"{delayed_states.name_on_all_ranks(sent.module)}: {', '.join(map(str, formats))}")
         for group in self.groups:
-            require_same(names, self.shard.device, group, UNLIKE)
+            require_same(names, self.device, group, UNLIKE)
 
     @property
     def writes(self) -> tuple[object, ...]:
@@ -242,7 +264,7 @@ class SentWeight:
     def plane(self, side: Usage, context: QuantizeContext) -> Planes:
         """The plane that `side` names, of this rank's rows."""
         assert self.weight is not None
-        values = self.shard.detach().to(self.dtype)
+        values = self.values.to(self.dtype)
         if not self.is_even:
             values = piece_of(values, self.rows, self.step, self.cuts[0][0])
         return self.weight.quantizer.encode(values, side, context)
@@ -291,9 +313,10 @@ def agree_on_amaxes(weights: Sequence[SentWeight]) -> None:
             requests.append((weight, side))
             amaxes.append(weight.amax(side))
     for dtype, of_dtype in direct.items():  # rounding keeps the order of magnitudes
-        measured = torch.cat(amaxes_of([weight.shard.detach() for weight, _ in of_dtype])).to(dtype).to(torch.float32)
+        measured = amaxes_of([weight.shard.detach() for weight, _ in of_dtype])
+        moved = [amax.to(weight.device) for amax, (weight, _) in zip(measured, of_dtype, strict=True)]
         requests += of_dtype
-        amaxes += measured.split(1)
+        amaxes += torch.cat(moved).to(dtype).to(torch.float32).split(1)
     for level in range(2):  # the ranks of FSDP2, then those of `parallelize_module`
         cuts = [weight.amax_cuts[side][level : level + 1] for weight, side in requests]
         places = [at for at, cut in enumerate(cuts) if cut]
