@@ -89,10 +89,14 @@ def remember(key: Hashable, value: object, for_graph: bool = False, once: bool =
             return
     elif torch.is_inference_mode_enabled():
         return
-    elif for_graph and (ctx := _graph(sys._getframe(1), "forward")) is not None:
-        saved: dict[Hashable, object] = getattr(ctx, GRAPH, {})
-        setattr(ctx, GRAPH, {key: value, **saved})
-    for holder in _forward_holders():
+    graph, contexts = _functions()
+    if for_graph and graph is not None:
+        saved: dict[Hashable, object] | None = getattr(graph, GRAPH, None)
+        if saved is None:
+            setattr(graph, GRAPH, {key: value})
+        else:
+            saved.setdefault(key, value)
+    for holder in _checkpoints() + contexts:
         record = getattr(holder, NAME, None)
         if record is None:
             record = Record()
@@ -104,21 +108,17 @@ def remember(key: Hashable, value: object, for_graph: bool = False, once: bool =
 
 def of_graph(key: Hashable) -> Any:
     """The value that the forward of the compiled graph kept whose backward runs now, or None."""
-    return getattr(_graph(sys._getframe(1), "backward"), GRAPH, {}).get(key)
-
-
-def _graph(frame: FrameType | None, method: str) -> FunctionCtx | None:
-    """The context of the innermost autograd.Function that runs this method, if it is that of a compiled graph."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != torch_private.ENGINE:
-        if frame.f_code.co_name == method and (ctx := _ctx_of(frame)):
-            return ctx if torch_private.COMPILED in frame.f_code.co_filename else None
+        if frame.f_code.co_name == "backward" and (ctx := _ctx_of(frame)):
+            return getattr(ctx, GRAPH, {}).get(key) if _is_compiled(frame) else None
         frame = frame.f_back
     return None
 
 
 def is_trace_recomputed() -> bool:
     """In a trace: whether a checkpoint inside or outside of the graph runs again what is traced now."""
-    return torch_private.is_graph_recomputed() or bool(_forward_holders())
+    return torch_private.is_graph_recomputed() or bool(_checkpoints() or _functions()[1])
 
 
 def recomputed() -> Record | None:
@@ -132,7 +132,7 @@ def recomputed() -> Record | None:
         if code.co_name == torch_private.UNPACK_HOOK and code.co_filename.endswith(torch_private.CHECKPOINT_FILE):
             holder, run = frame.f_locals.get("frame"), frame.f_locals.get("gid")
         elif code.co_name == "backward":
-            if torch_private.COMPILED in code.co_filename:
+            if _is_compiled(frame):
                 return None
             holder, run = _ctx_of(frame), torch_private.graph_task_id()
         record = getattr(holder, NAME, None)
@@ -142,31 +142,43 @@ def recomputed() -> Record | None:
     return None
 
 
-def _forward_holders() -> list[object]:
-    """The objects of all frames that run their forward: by the stack of hooks, and by Python's stack."""
+def _checkpoints() -> list[object]:
+    """The objects of the non-reentrant checkpoints that run their forward: by the stack of hooks."""
     holders: list[object] = []
     for pack in _pack_hooks() if top_saved_hooks(True) is not None else ():
         if getattr(pack, "__qualname__", "") == torch_private.PACK_HOOK:
             cells = dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))
             holders.append(cells["frame"].cell_contents)
-    return holders if FORWARD.is_alone or is_forward_grad_enabled() else [*holders, *_contexts(sys._getframe(1))]
+    return holders
 
 
-def _contexts(frame: FrameType | None) -> list[FunctionCtx]:
-    """The contexts of every autograd.Function whose forward runs in a Python frame or around it, except compiled ones.
+Functions = tuple[FunctionCtx | None, list[object]]
 
-    Each remembers those around it, so that a forward walks up Python's stack once.
+
+def _functions() -> Functions:
+    """The autograd.Functions that run their forward: the innermost one if it is a compiled graph, and all others."""
+    return (None, []) if FORWARD.is_alone or is_forward_grad_enabled() else _functions_around(sys._getframe(1))
+
+
+def _functions_around(frame: FrameType | None) -> Functions:
+    """`_functions` of a Python frame and those around it. Compiled graphs are not among the others.
+
+    Each context remembers those around it, so that a forward walks up Python's stack once.
     """
     while frame is not None:
-        code = frame.f_code
-        if code.co_name == "forward" and (ctx := _ctx_of(frame)):
-            around: list[FunctionCtx] | None = getattr(ctx, AROUND, None)
+        if frame.f_code.co_name == "forward" and (ctx := _ctx_of(frame)):
+            around: list[object] | None = getattr(ctx, AROUND, None)
             if around is None:
-                around = _contexts(frame.f_back)
+                around = _functions_around(frame.f_back)[1]
                 setattr(ctx, AROUND, around)
-            return around if torch_private.COMPILED in code.co_filename else [ctx, *around]
+            return (ctx, around) if _is_compiled(frame) else (None, [ctx, *around])
         frame = frame.f_back
-    return []
+    return None, []
+
+
+def _is_compiled(frame: FrameType) -> bool:
+    """Whether a method of an autograd.Function is that of a compiled graph."""
+    return torch_private.COMPILED in frame.f_code.co_filename
 
 
 def _pack_hooks() -> list[Any]:
