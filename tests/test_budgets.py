@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41257
+LIBRARY_LINES = 41294
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -47,7 +47,7 @@ BUDGETS = {
     "planned": (3615, 17, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
-    "serving": (1463, 0, 0),
+    "serving": (1500, 0, 0),
     "state": (2014, 11, 0),
     "tensor": (3034, 17, 0),
 }

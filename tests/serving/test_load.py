@@ -42,6 +42,35 @@ def test_amaxes_come_back_exactly(name: str, tmp_path) -> None:
     assert all(torch.equal(part, expected[key]) for key, part in weight.planes.rowwise.parts.items())
 
 
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize("name", duotone.recipes.builtin.BUILTIN)
+def test_a_converted_model_computes_the_same_after_its_weights_are_exported_and_loaded(name, is_quantized, tmp_path):
+    """In the scheme that the recipe suggests. Formats with fewer scales than the scheme get theirs back."""
+    model, other = (duotone.convert(toy().bfloat16(), name).eval() for _ in range(2))
+    if is_quantized:
+        duotone.convert_parameters(model, name)
+    duotone.export(model, tmp_path / "x")
+    duotone.load(tmp_path / "x", other)
+    with torch.no_grad():
+        torch.manual_seed(3)
+        expected = model(TOKENS)
+        torch.manual_seed(3)
+        assert torch.equal(other(TOKENS), expected)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_tensor", "mxfp8_e4m3_32x32"])
+def test_scales_that_the_scheme_repeats_come_back_once(name: str, tmp_path) -> None:
+    model = duotone.convert(toy(), duotone.RuleRecipe(rules=(duotone.recipes.Rule(format=name),)))
+    weight = model.layers[0].down_proj.weight.detach()
+    weight[3, 5] = torch.nan
+    with pytest.warns(UserWarning, match="do not serve"):
+        duotone.export(model, tmp_path / "x")
+    loaded = duotone.load(tmp_path / "x")["layers.0.down_proj.weight"].planes.rowwise
+    assert loaded.format.name == name
+    for key, part in duotone.formats.get(name).encode(weight).items():
+        assert torch.equal(loaded.parts[key], part), key
+
+
 def test_a_loaded_model_computes_with_the_planes(tmp_path) -> None:
     model = duotone.convert(toy(), "mxfp8").eval()
     export(model, tmp_path / "x")

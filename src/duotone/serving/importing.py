@@ -67,11 +67,19 @@ class Checkpoint:
                 raise UserError(
                     f"{name}.{end} of {self.path} is {stored.shape}, {stored.dtype}, not as {scheme.name} has it"
                 )
+        if fmt != scheme.format:
+            try:
+                scheme.scale_part(fmt, self._read(f"{name}.{scheme.names.scale}"), shape)
+            except ValueError:
+                raise self._wrong(name) from None
         return StoredLinear(scheme, shape, fmt, amax)
+
+    def _wrong(self, linear: str) -> UserError:
+        return UserError(f"{self.path / NOTES} describes {linear} wrongly; remove the file, or export again")
 
     def _format(self, linear: str, scheme: Scheme, notes: Mapping[str, object]) -> tuple[Format, Tensor | None]:
         """The format in which a weight was written, and its exact amax if the notes have it."""
-        wrong = UserError(f"{self.path / NOTES} describes {linear} wrongly; remove the file, or export again")
+        wrong = self._wrong(linear)
         names, amaxes = (notes.get(key, {}) for key in ("formats", "amaxes"))
         if not isinstance(names, dict) or not isinstance(amaxes, dict):
             raise wrong
@@ -83,9 +91,7 @@ class Checkpoint:
         if amax is not None and scheme.has_global_scale:
             if not torch.equal(global_scale(amax, fmt), self._read(f"{linear}.{GLOBAL}").float()):
                 raise wrong
-        # A plane whose scales were repeated for the scheme comes back in the format of the scheme.
-        stays = scheme.agrees(fmt) and fmt.parts(256, 256) == scheme.format.parts(256, 256)
-        return fmt if stays else scheme.format, amax
+        return fmt if scheme.agrees(fmt) else scheme.format, amax
 
     def _file(self, name: str) -> TensorFile:
         if name not in self.files:
@@ -105,7 +111,7 @@ class Checkpoint:
             return self._read(name)
         scheme, shape, fmt, amax = self.linears[linear]
         tensors = {end: self._read(f"{linear}.{end}") for end in scheme.weight_specs(shape)}
-        plane = Plane(fmt, scheme.parts(fmt, tensors, amax), shape)
+        plane = Plane(fmt, scheme.parts(fmt, tensors, shape, amax), shape)
         return QuantizedTensor(Planes(plane, None), Quantizer(fmt, fmt), torch.Size(shape), dtype)
 
 

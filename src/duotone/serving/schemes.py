@@ -110,18 +110,36 @@ class Scheme:
         """The static scale of activations, fp32 (1,), for their amax."""
         return global_scale(amax, self.format) if self.has_global_scale else amax / self.format.largest
 
-    def parts(self, fmt: Format, tensors: Mapping[str, Tensor], amax: Tensor | None) -> Parts:
-        """The inverse of `tensors`, if `fmt` has one scale per block of the scheme.
+    def parts(self, fmt: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int], amax: Tensor | None) -> Parts:
+        """The inverse of `tensors`. ValueError if scales differ of which a plane in `fmt` has one.
 
         `amax` is exact; one that follows from a global scale may be an ulp off.
         """
         names = self.names
-        codes, scale = tensors[names.codes].view(torch.uint8), tensors[names.scale]
-        is_float = self.scale_dtype is torch.float32
-        parts = {"codes": codes, "scale": scale.float() if is_float else scale.view(torch.uint8)}
+        parts = {
+            "codes": tensors[names.codes].view(torch.uint8),
+            "scale": self.scale_part(fmt, tensors[names.scale], shape),
+        }
         if self.has_global_scale:
             parts["amax"] = global_scale(tensors[GLOBAL].float(), fmt) if amax is None else amax
         return parts
+
+    def scale_part(self, fmt: Format, stored: Tensor, shape: tuple[int, int]) -> Tensor:
+        """The scales of a plane in `fmt` from those that are stored. ValueError as in `parts`."""
+        scale = stored.float() if self.scale_dtype is torch.float32 else stored.view(torch.uint8)
+        spec = fmt.parts(*shape)["scale"]
+        if scale.shape == spec.shape:
+            return scale
+        source, target = Block(*(entry or 0 for entry in spec.entries)), _stored_grid(self.format)
+        first = scale.reshape(target.grid(*shape))
+        for dim, count in enumerate(source.grid(*shape)):
+            step = source[dim] // target[dim] if target[dim] else 0  # 0 if one scale covers all
+            first = first.index_select(dim, torch.arange(count, device=scale.device) * step)
+        part = first.reshape(spec.shape)
+        spread = _spread(part, spec, self.format, shape).reshape(-1)
+        if not torch.equal(spread.view(torch.uint8), scale.reshape(-1).view(torch.uint8)):  # NaN equals NaN
+            raise ValueError(f"a block of {fmt.name} has several scales")
+        return part
 
     def group(self) -> Arguments:
         """The group of a quantization_config, for all linears."""
@@ -144,10 +162,13 @@ def _stored_block(fmt: Format) -> tuple[int | None, int | None]:
     return fmt.parts(2, 2)["scale"].entries
 
 
+def _stored_grid(fmt: Format) -> Block:
+    return Block(*(entry or 0 for entry in _stored_block(fmt)))
+
+
 def _spread(scale: Tensor, spec: PartSpec, to: Format, shape: tuple[int, int]) -> Tensor:
     """A stored scale for each block of `to`. In the plane a scale covers at least such a block."""
-    source = Block(*(entry or 0 for entry in spec.entries))
-    target = Block(*(entry or 0 for entry in _stored_block(to)))
+    source, target = Block(*(entry or 0 for entry in spec.entries)), _stored_grid(to)
     picked = scale.reshape(source.grid(*shape))
     for dim, count in enumerate(target.grid(*shape)):
         first = torch.arange(count, device=scale.device) * (target[dim] or 1)

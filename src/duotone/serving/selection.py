@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
+from duotone import formats
 from duotone.conversion.default_rules import adapters, heads
 from duotone.conversion.experts import PREFIX, holds_experts, linear_names
 from duotone.conversion.left_alone import left_alone
@@ -36,8 +37,7 @@ def selected_weights(
             if not owner:
                 raise UserError(f"the model is one {type(module).__name__}, whose weight has no name; export its owner")
             parameter = model.get_parameter(name)
-            usual = fmt is not None and scheme.agrees(fmt) and not fmt.is_delayed and not fmt.is_stochastic
-            encoder = fmt if usual and fmt is not None else scheme.format
+            encoder = scheme.format if fmt is None else _encoder(fmt, scheme)
             is_linear = parameter.dim() == 2
             stored = stored_name(names, name).removesuffix(".weight") if is_linear else name
             weight = ExportedWeight(stored, parameter, scheme, encoder, masters.get(name))
@@ -46,6 +46,16 @@ def selected_weights(
                 _refuse_module(owner, module)
     _refuse_ties(model, weights)
     return weights
+
+
+def _encoder(fmt: Format, scheme: Scheme) -> Format:
+    """The format that encodes a weight which fprop reads in `fmt`: one with such planes if the scheme can store them.
+
+    Its scales follow from the weight, and it rounds to nearest.
+    """
+    alike = (fmt, *map(formats.get, formats.names()))
+    stored = (f for f in alike if f.stored == fmt.stored and not (f.is_delayed or f.is_stochastic))
+    return next((f for f in stored if scheme.agrees(f)), scheme.format)
 
 
 def _refuse_ties(model: nn.Module, weights: Weights) -> None:
