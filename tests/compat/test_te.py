@@ -466,7 +466,7 @@ def test_models_are_pickled_without_install() -> None:
 import pickle, sys
 from duotone.compat import te; te.install()
 import transformer_engine.pytorch as te
-pickle.dump(te.TransformerLayer(32, 64, 4), sys.stdout.buffer)
+pickle.dump(te.TransformerLayer(32, 64, 4, device="cpu"), sys.stdout.buffer)
 """
     data = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
     assert "transformer_engine" not in sys.modules

@@ -158,6 +158,7 @@ def test_a_damaged_library_in_the_cache_is_one_warning(tmp_path) -> None:
     names = {"PYTHONPATH": os.pathsep.join(sys.path), compiler.FOLDER: str(tmp_path), "CXX": str(CXX)}
     names |= {"TORCHINDUCTOR_VEC_ISA_OK": ""}  # libraries of this question are damaged as well
     names |= {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}  # which take seconds, and there are two small loops
+    names |= {"CUDA_VISIBLE_DEVICES": ""}  # Dynamo asks a GPU for its random state, which no fork may do
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", TWICE, str(tmp_path)]
     run = subprocess.run(command, env={**os.environ, **names}, capture_output=True, text=True, check=False)
     assert run.stdout == "True\nTrue\n", run.stderr

@@ -563,12 +563,12 @@ def trained(m: nn.Module, rows: int) -> list[Tensor]:
     return [*results, *(p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in m.parameters())]
 
 
-def converted(name: str, rows: int) -> nn.Sequential:
+def converted(recipe: str | RuleRecipe, rows: int) -> nn.Sequential:
     torch.manual_seed(0)
     m = nn.Sequential(nn.Linear(128, 128, bias=False), nn.ReLU(), nn.Linear(128, rows, bias=False)).bfloat16()
     with torch.no_grad():
         m[2].weight[: rows // 3] *= 4  # the shards' own amaxes differ
-    return duotone.convert(m, recipes.load(name), rules=())
+    return duotone.convert(m, recipe, rules=())
 
 
 @check
@@ -581,6 +581,19 @@ def one_rank_gathers_a_weight_of_any_size(folder: Path) -> None:
         split(m, mesh)
         for result, want in zip(trained(m, rows), trained(one, rows), strict=True):
             same(result, want, name)
+
+
+@check
+def histories_record_the_planes_that_a_call_and_its_backward_read(folder: Path) -> None:
+    """The first layer's input needs no gradient, so nothing reads the columnwise plane of its weight."""
+    delayed = Rule(tensor_type="weight", rowwise="fp8_e4m3_row", columnwise="fp8_e4m3_delayed")
+    one = converted(RuleRecipe(rules=(delayed, Rule(format="fp8_e4m3_row"))), 128)
+    m = duotone.gather_quantized(copy.deepcopy(one))
+    split(m, checks.mesh(), reshard_after_forward=True)
+    for result, want in zip(trained(m, 128), trained(one, 128), strict=True):
+        same(result, want)
+    histories = [layer.get_submodule("duotone_forward").amax_history for layer in (one[0], one[2])]
+    assert not histories[0].any() and histories[1].any()
 
 
 @check

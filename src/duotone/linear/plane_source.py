@@ -47,7 +47,7 @@ def _planes_of(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeConte
     row, col = x.planes
     if not torch.compiler.is_dynamo_compiling() and x.gathers is not None:
         row, col = x.gathers.readable(x.planes, ROWWISE)
-        x.gathers.record(ctx.slots)
+        x.gathers.record(ctx.slots, usage)
     if (usage.rowwise and row is None) or (usage.columnwise and col is None):
         with torch.inference_mode(False):  # an inference tensor could not be written in training
             x.update_usage(usage.rowwise or None, usage.columnwise or None)
