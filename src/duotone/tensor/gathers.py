@@ -235,7 +235,7 @@ class Gathers:
         return any(amax is not None for amax in self.amaxes)
 
     def record(self, slots: tuple[Slot | None, Slot | None], usage: Usage) -> None:
-        """Let the slots of a call record the amaxes of the tensor, for the planes that the call and its backward read."""
+        """Let the slots of a call record the amaxes, for the planes that the call and its backward read."""
         for slot, amax, is_read in zip(slots, self.amaxes, usage, strict=True):
             if slot is not None and amax is not None and is_read:
                 slot.record(amax)
