@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41294
+LIBRARY_LINES = 41297
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -37,14 +37,14 @@ BUDGETS = {
     "integrations": (775, 11, 0),
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),
-    "linear": (1948, 5, 0),
+    "linear": (1959, 5, 0),
     "modules": (744, 3, 0),
     "observe": (2332, 6, 0),
     "ops": (1471, 0, 0),
     "optim": (893, 3, 0),
     "package": (354, 1, 0),
     "pipeline": (1679, 15, 0),
-    "planned": (3615, 17, 1),
+    "planned": (3607, 17, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1500, 0, 0),

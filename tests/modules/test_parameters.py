@@ -636,3 +636,30 @@ def test_a_model_with_gradients_comes_back_from_meta(recipe) -> None:
     for module in (m, expected):
         module(x).backward(dy)
     assert torch.equal(m.weight.grad, expected.weight.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*the weight is held quantized and computes here in high precision")
+@pytest.mark.parametrize("is_disabled", [False, True])
+@pytest.mark.parametrize("kind", ["linears", "experts", "compiled"])
+@pytest.mark.parametrize("name", ["mxfp8", "fp8-current", "mxfp8-fwd-bf16-bwd", "high-precision-fwd-mxfp8-bwd"])
+def test_under_torch_autocast_a_quantized_weight_multiplies_in_its_dtype(name: str, kind: str, is_disabled: bool):
+    """An Identity plane and decoded values are cast, codes are not. A model in bf16 with equal values is the oracle."""
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        if kind == "experts":
+            m: nn.Module = duotone.GroupedLinear(2, 64, 32, params_dtype=torch.bfloat16)
+        else:
+            m = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)).bfloat16()
+        m = duotone.convert(m.to(dtype), name, rules=())
+        duotone.convert_parameters(m, name)
+        assert {p.dtype for p in m.parameters()} == {dtype}
+        run = torch.compile(m, backend="aot_eager", fullgraph=True) if kind == "compiled" else m
+        x = torch.randn(64, 64, dtype=torch.bfloat16).to(dtype).requires_grad_()
+        splits = ([32, 32],) if kind == "experts" else ()
+        with torch.autocast("cpu", torch.bfloat16), duotone.autocast(enabled=not is_disabled, recipe=name):
+            y = run(x, *splits)
+        y.backward(torch.randn(y.shape).to(y.dtype))
+        assert all(p.grad.dtype == dtype for p in (x, *m.parameters()))
+        results.append([y, *(p.grad.bfloat16() for p in (x, *m.parameters()))])
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))

@@ -66,6 +66,8 @@ def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> Linea
         kind: str, backward: BackwardOperand, needed: bool, shard: ShardContext | None, stream: int | None
     ) -> OperandPlan:
         usage, context = Usage(True, backward.needs_columnwise and needed), _context(request, shard, quantizers[kind])
+        if kind == "weight" and request.weight_held is not None:
+            context = replace(context, nominal=request.dtype)
         return OperandPlan(quantizers[kind], sources[kind], usage, context, backward, needed, stream, FORWARD_SLOTS)
 
     input_backward = _input_backward(request, override, quantizers["input"])

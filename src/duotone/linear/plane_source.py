@@ -52,7 +52,16 @@ def _planes_of(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeConte
         with torch.inference_mode(False):  # an inference tensor could not be written in training
             x.update_usage(usage.rowwise or None, usage.columnwise or None)
         row, col = x.planes
+    if ctx.nominal is not None and ctx.nominal is not x.dtype:
+        row, col = _cast(row, ctx.nominal), _cast(col, ctx.nominal)
     return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
+
+
+def _cast(plane: Plane | None, dtype: torch.dtype) -> Plane | None:
+    """The plane, as torch.autocast wants it: codes stand for values of any dtype, an Identity plane has values."""
+    if plane is None or plane.format != IDENTITY:
+        return plane
+    return Plane(IDENTITY, {"codes": plane.parts["codes"].to(dtype)}, plane.shape)
 
 
 def _planes_in_graph(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
@@ -64,7 +73,7 @@ def _planes_in_graph(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: Quantiz
 
 def _dequantized(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
     assert isinstance(x, QuantizedTensor)
-    return quantizer.encode(x.values(x.dtype), usage, ctx)
+    return quantizer.encode(x.values(ctx.nominal or x.dtype), usage, ctx)
 
 
 ENCODE_NOW = PlaneSource("now", lambda x, quantizer, usage, ctx: quantizer.encode(x, usage, ctx), encodes=True)

@@ -13,7 +13,7 @@ from duotone.pipeline.autograd import Outputs
 from duotone.pipeline.op import Op, TensorInfo, is_distributed, require_fit, run
 from duotone.pipeline.stage import Stage
 from duotone.planned import boundary, delayed_states, distributed_linear
-from duotone.planned.planned import Planned, holds_codes
+from duotone.planned.planned import Planned
 from duotone.planned.split_parameters import Splits, is_split, pieces, share_buffer, split_parameters, whole_of
 from duotone.planned.weights import initialise, keep_initialiser, quantize_weights
 from duotone.recipes.recipe import RecipeLike
@@ -128,7 +128,7 @@ class PlannedLinear(Planned):
     @property
     def distributes(self) -> tuple[str, ...]:
         is_plain = self.layout.mode is None and not self.return_bias and bool(self.stored_weight)
-        return tuple(self._parameters) if is_plain and not holds_codes(self.weight_owners(0)[0]) else ()
+        return tuple(self._parameters) if is_plain and not isinstance(self.weight_owners(0)[0], QuantizedTensor) else ()
 
     def operands(
         self, stage: LinearStage, info: TensorInfo, extra: Sequence[object], weight: Tensor, bias: Tensor | None
@@ -136,7 +136,7 @@ class PlannedLinear(Planned):
         dtype, plan = info.dtype, stage.plan
         if plan.layout.group:
             self.require_same_formats(plan, info.device)
-        if weight.dtype is not dtype and not holds_codes(weight):  # codes stand for values of any dtype
+        if weight.dtype is not dtype and not isinstance(weight, QuantizedTensor):  # planes are cast where they are read
             weight = weight.to(dtype)
         if bias is not None and bias.dtype is not dtype:
             bias = bias.to(dtype)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from duotone.formats import IDENTITY
 from duotone.linear.core import LinearStage
 from duotone.linear.layout import WHOLE, Layout, parallel_layout
 from duotone.linear.plan import GemmPlan, LinearPlan
@@ -263,10 +262,3 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         copied.layout = self.layout
         copied.plans.forget()  # they go by the layout
         return copied
-
-
-def holds_codes(x: Tensor) -> bool:
-    """Whether every plane of a quantized tensor holds codes; an Identity plane holds values in high precision."""
-    if type(x) is Tensor or not isinstance(x, QuantizedTensor):
-        return False
-    return all(plane is None or plane.format != IDENTITY for plane in x.planes)

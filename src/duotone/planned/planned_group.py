@@ -14,7 +14,7 @@ from duotone.linear.sink import GRADIENT
 from duotone.pipeline.op import TensorInfo, require_fit
 from duotone.pipeline.stage import Stage
 from duotone.pipeline.titles import title
-from duotone.planned.planned import Planned, holds_codes
+from duotone.planned.planned import Planned
 from duotone.planned.traced_stages import refuse_export
 from duotone.recipes.roles import QuantizerRole
 from duotone.state import seeds
@@ -148,7 +148,7 @@ class PlannedGroup(Planned):
         if self.return_bias:
             biases = (None,) * self.num_gemms
         weights = self.whole_weights(weights)
-        weights = [w if w.dtype is dtype or holds_codes(w) else w.to(dtype) for w in weights]
+        weights = [w if w.dtype is dtype or isinstance(w, QuantizedTensor) else w.to(dtype) for w in weights]
         biases = [b if b is None or b.dtype is dtype else b.to(dtype) for b in biases]
         count = stage.plan.seeds * (self.all_gemms or self.num_gemms)
         seed = seeds.take(getattr(self, seeds.BUFFER), count) if count else None
