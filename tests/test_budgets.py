@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41297
+LIBRARY_LINES = 41316
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -43,12 +43,12 @@ BUDGETS = {
     "ops": (1471, 0, 0),
     "optim": (893, 3, 0),
     "package": (354, 1, 0),
-    "pipeline": (1679, 15, 0),
-    "planned": (3607, 17, 1),
+    "pipeline": (1680, 15, 0),
+    "planned": (3619, 17, 1),
     "recipes": (2018, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1500, 0, 0),
-    "state": (2014, 11, 0),
+    "state": (2020, 11, 0),
     "tensor": (3034, 17, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

@@ -1,6 +1,8 @@
 """Seeds of stochastic rounding: outside the state_dict, reproducible, independent of order."""
 
+import gc
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -110,3 +112,28 @@ def test_seeds_restored_before_the_weights_are_those_of_the_checkpoint() -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(torch.randn(4, 32))
+
+
+@pytest.fixture
+def _late_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_late_collection")
+def test_a_model_that_is_gone_warns_in_no_trace_of_another_one() -> None:
+    """Its module is part of a reference cycle, so Python deletes it late. Warnings are errors in all tests."""
+    old, new = (duotone.LayerNormLinear(32, 48, recipe=recipes.load("nvfp4")) for _ in range(2))
+    old.load_state_dict(new.state_dict())
+    del old
+    torch.compile(new, backend="eager", fullgraph=True)(torch.randn(4, 32)).sum().backward()
+
+
+def test_each_loaded_model_warns_as_it_is_compiled() -> None:
+    for _ in range(2):
+        m = duotone.Linear(32, 48, recipe=recipes.load("nvfp4"))
+        m.load_state_dict(m.state_dict())
+        torch._dynamo.reset()
+        with pytest.warns(UserWarning, match="load_rng_state"):
+            torch.compile(m, backend="eager", fullgraph=True)(torch.randn(4, 32))

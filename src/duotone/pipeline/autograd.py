@@ -98,7 +98,8 @@ class PipelineFunction(torch.autograd.Function):
         elif torch.is_grad_enabled():
             run = again.differentiate
         device = gradients[0].device.type
-        if device == "meta" or not torch.is_autocast_enabled(device):
+        # A graph is traced before its backward runs, so it cannot ask whether torch.autocast will be on.
+        if device == "meta" or not (again is None or torch.is_autocast_enabled(device)):
             return run(ctx, gradients)
         with torch.autocast(device, enabled=False):
             return run(ctx, gradients)

@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -253,14 +253,10 @@ class Planner:
             setattr(self.answered, key, answers.name)
         return self.answers[key]
 
-    def template(
-        self, name: str, recipe: Recipe, call: Call, mode: AmaxMode, alike: "Iterable[Planner]"
-    ) -> PlannedStage:
+    def template(self, name: str, recipe: Recipe, call: Call, mode: AmaxMode) -> PlannedStage:
         """The stage that all modules of equal content share in graphs, under its name."""
         module, plan = self.module, self.plan(recipe, call, mode)
         module.require_whole()
-        for planner in alike:
-            seeds.warn_of_load(planner.module, plan.seeds)
         members = range(module.num_gemms)
         plans = [plan.with_slots(partial(TracedSlot, name, member)) if plan.is_delayed else plan for member in members]
         return module.make_stage([LinearStage(each, GRADIENT, name) for each in plans])

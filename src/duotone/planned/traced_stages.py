@@ -5,6 +5,7 @@ decides the plan, and nothing that only one module has. Things of one module are
 its seed, and the `handle` by which delayed scaling finds its states.
 """
 
+import gc
 import itertools
 import warnings
 import weakref
@@ -21,6 +22,7 @@ from duotone.graph_ops import STATEFUL, define_op
 from duotone.linear.layout import Layout
 from duotone.numbered import ByName, Numbered, constant_in_traces
 from duotone.recipes.recipe import drop_dead, keep_for_graphs, recipe_of
+from duotone.state import seeds
 from duotone.state.delayed_slot import define_slot_ops
 from duotone.state.frames import is_trace_recomputed
 from duotone.state.region import AMAX_MODES, AmaxMode
@@ -31,6 +33,7 @@ from duotone.tensor.context import Slot
 from duotone.tensor.quantizer import TRACED, Quantizer, name_quantizer
 
 if TYPE_CHECKING:
+    from duotone.planned.planned import Planned
     from duotone.planned.planner import PlannedStage, Planner
 
 
@@ -295,6 +298,9 @@ def plan_name(fields: tuple[Any, ...]) -> str:
     if is_trace_recomputed():
         RECOMPUTED.add(key.config)
     name = "_".join(map(str, key)).replace(".", "_").replace(":", "_")  # names of attributes contain neither
+    owners = _owners(key.config)  # keeps them alive meanwhile
+    same = [planner for planner, owner in owners.items() if owner is not None]
+    alike = [planner for planner in same if vars(planner.answered).get(key.recipe) == key.answers]
     if not hasattr(PLANS, name):
         call = Call(
             key.device,
@@ -303,18 +309,28 @@ def plan_name(fields: tuple[Any, ...]) -> str:
             getattr(TRACED, name_quantizer(key.input_held)) if key.input_held else None,
             is_traced=True,
         )
-        owners = {planner: planner.owner() for planner in list(_ALIKE[key.config])}  # keeps them alive meanwhile
-        same = [planner for planner, owner in owners.items() if owner is not None]
-        alike = [planner for planner in same if vars(planner.answered).get(key.recipe) == key.answers]
         # A trace may replace parameters (torch.func.functional_call), so that no module has such a weight.
         planner = next((each for each in alike if each.has_weight(key, call.dtype)), alike[0])
         mode = AMAX_MODES[key.mode]
-        stage = planner.template(name, recipe_of(key.recipe), call, mode, alike)
+        stage = planner.template(name, recipe_of(key.recipe), call, mode)
         _forget_gone()
         _drop_dead(_NAMES.setdefault(key.config, {}))
         _NAMES[key.config][key.recipe, name] = name
         setattr(PLANS, name, Template(stage, key.group, mode))
+    for planner in alike:
+        seeds.warn_of_load(planner.module, getattr(PLANS, name).stage.plan.seeds)
     return name
+
+
+def _owners(config: str) -> dict["Planner", "Planned | None"]:
+    """The planners of a content and their modules. A module of a model that is gone must not warn for another model.
+
+    Some modules are parts of reference cycles, which Python deletes late.
+    """
+    planners = list(_ALIKE[config])
+    if any(seeds.lacks_seed(owner) for owner in [planner.owner() for planner in planners] if owner is not None):
+        gc.collect()
+    return {planner: planner.owner() for planner in planners}
 
 
 def _drop_dead(names: dict[tuple[str, ...], str]) -> None:

@@ -117,9 +117,15 @@ def note_load(module: nn.Module) -> None:
         module.__dict__[LOADED] = version
 
 
+def lacks_seed(module: nn.Module) -> bool:
+    """Whether a module loaded values without a seed, and its seed has not moved since."""
+    return LOADED in module.__dict__ and module.__dict__[LOADED] == module.get_buffer(BUFFER)._version
+
+
 def warn_of_load(module: nn.Module, count: int) -> None:
     """Warn if a module that draws `count` seeds loaded its values without its seed. Python shows the text once."""
-    if count and module.__dict__.pop(LOADED, None) == module.get_buffer(BUFFER)._version:
+    if count and lacks_seed(module):
+        del module.__dict__[LOADED]
         warnings.warn(
             "stochastic rounding draws from seeds that no checkpoint restored: a state_dict holds none; to resume a "
             "run with its bits, call duotone.load_rng_state with what duotone.rng_state gave beside the state_dict",
