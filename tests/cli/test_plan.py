@@ -131,6 +131,7 @@ def test_an_architecture_that_is_not_here_can_be_planned_for(duotone, monkeypatc
 
 def test_an_unknown_architecture_is_refused(refused):
     assert "unknown architecture 'hopper'; write sm" in refused("plan", "--arch", "hopper")
+    assert "no GPU has the architecture 'sm42'; known are sm70" in refused("plan", "--arch", "sm42")
 
 
 def test_a_cpu_gets_no_advice(duotone):

@@ -17,6 +17,9 @@ KERNELS_SINCE = (8, 9)
 BLOCKS_SINCE = (12, 9)
 """The first CUDA whose cuBLAS multiplies FP8 with scales per row, to fp32 too, and per block on Hopper."""
 
+ARCHITECTURES = 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121
+"""The compute capabilities of the GPUs that CUDA 12 and 13 compile for, from NVIDIA's guide to its compiler."""
+
 Version = tuple[int, int]
 
 
@@ -57,7 +60,9 @@ def target(device: str | torch.device) -> Target:
     """The target of a device, or of an architecture that need not be here, as "sm90". UserError for other names."""
     kind, _, index = str(device).partition(":")
     if match := re.fullmatch(r"sm_?(\d{1,2})(\d)a?", kind):
-        return Target("cuda", (int(match[1]), int(match[2])), _built_with())
+        if (number := int(match[1] + match[2])) not in ARCHITECTURES:
+            raise UserError(f"no GPU has the architecture {kind!r}; known are sm{', sm'.join(map(str, ARCHITECTURES))}")
+        return Target("cuda", divmod(number, 10), _built_with())
     if kind != "cuda":
         return Target(_device_kind(kind))
     if not index and torch.cuda.is_available():
