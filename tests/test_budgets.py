@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41316
+LIBRARY_LINES = 41333
 TOOL_LINES = 7962
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -31,9 +31,9 @@ BUDGETS = {
     "comm": (202, 1, 1),
     "compat": (3026, 11, 0),
     "conversion": (2778, 6, 0),
-    "dispatch": (3616, 1, 0),
+    "dispatch": (3621, 1, 0),
     "distributed": (475, 3, 0),
-    "formats": (1517, 0, 0),
+    "formats": (1529, 0, 0),
     "integrations": (775, 11, 0),
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),

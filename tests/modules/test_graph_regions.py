@@ -119,6 +119,15 @@ def test_regions_nest_inside_of_a_graph_and_around_it(
     assert same_as_eager(m, call=call, backend=backend) == 1
 
 
+@pytest.mark.slow
+def test_recipes_meet_in_a_checkpoint_under_symbolic_sizes() -> None:
+    """torch 2.11 makes the numbers of a format inputs of such a graph, and a checkpoint does not take them there."""
+    m = nn.Sequential(*[RegionInCheckpoint("fp8-current", "fp8-delayed") for _ in range(2)])
+    compiled = torch.compile(copy.deepcopy(m), backend="eager", dynamic=True, fullgraph=True)
+    x = torch.randn(WIDTH + 16, WIDTH).bfloat16()
+    assert torch.equal(compiled(x), m(x))
+
+
 class RegionInside(nn.Module):
     """A linear under the region around it, and one under a region of its own."""
 

@@ -17,7 +17,7 @@ from duotone.formats.registry import get
 from duotone.formats.scale_rule import Blocked, Epilogue, Scaled, ScaleRule
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class ScaledFormat(Format):
     """Codes of a small element under scales: every format but Identity is a row of these fields."""
 
@@ -56,6 +56,18 @@ class ScaledFormat(Format):
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        # Names first: a trace knows them as constants, but numbers of the fields may become inputs of its graph.
+        if self is other or not isinstance(other, ScaledFormat):
+            return self is other
+        return self.name == other.name and self._fields() == other._fields()
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def _fields(self) -> tuple[object, ...]:
+        return self.element, self.block, self.rule, self.hadamard, self.is_stochastic, self.is_delayed
 
     def __reduce__(self) -> tuple[Callable[[str], Format], tuple[str]]:
         # By name: a pickle from another version never carries stale fields.
