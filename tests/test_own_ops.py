@@ -36,6 +36,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "once": (torch.randn(4, 8).t(),),
     "rotate": (torch.randn(4, 32).bfloat16(),),
     "random_bytes": (SEED.clone(), 5, 32, 0),
+    "linear": (torch.randn(5, 16), torch.randn(16, 7).t(), torch.randn(7)),
+    "cast_after": (torch.randn(5, 16).t(), torch.randn(7, 16).bfloat16()),
     "mm_fp32": (torch.randn(5, 16).bfloat16(), torch.randn(7, 16).bfloat16()),
 }
 NODES: dict[str, tuple[Any, ...]] = {
@@ -45,7 +47,7 @@ NODES: dict[str, tuple[Any, ...]] = {
 }
 """Compilers open them. opcheck of a schema does too, and multiplies float8 there, which torch refuses."""
 
-OF_MODULES = {"delayed_scale", "traced_scale"}
+OF_MODULES = {"delayed_scale", "traced_recorded", "traced_scale"}
 OF_STAGES = {"stage_forward", "stage_backward", "stage_backward_kept"}
 OF_ATTENTION = {"attend", "attend_backward"}
 IN_BACKWARDS = {"roll_after", "traced_roll_after"}
@@ -112,6 +114,8 @@ def test_an_op_that_finds_states_is_what_its_schema_says(name: str) -> None:
     where: tuple[Any, ...] = (m.duotone_forward.number, 0, "", "use", False)
     if name == "traced_scale":
         where = (m.plans.handle, plan, 0, "input", 0)
+    if name == "traced_recorded":
+        where = (m.plans.handle, plan, 0)
     opcheck(getattr(torch.ops.duotone, name).default, (x, *where))
 
 

@@ -17,9 +17,8 @@ import checks
 import torch
 import torch.distributed as dist
 from checks import check, same
-from fsdp_models import HYBRID, model
+from fsdp_models import HYBRID, model, once, split, steps, whole
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -119,41 +118,6 @@ def a_foreach_step_agrees_on_all_scales_in_one_collective(folder: Path) -> None:
 Ways = Callable[[nn.Sequential, DeviceMesh], None]
 STEPS_OF = ("mxfp8", "fp8-current", "nvfp4")
 """Recipes whose columnwise planes travel, are views of what travels, and are computed from it."""
-
-
-def steps(m: nn.Module, microbatches: int = 2) -> list[Tensor]:
-    """Losses and last weights. Ranks see the same batch; all microbatches but the last leave gradients unreduced."""
-    torch.manual_seed(1)
-    dtype = next(m.parameters()).dtype
-    optimizer, results = torch.optim.SGD(m.parameters(), lr=0.5), []
-    for _ in range(2):
-        for index in range(microbatches):
-            if isinstance(m, FSDPModule):
-                m.set_requires_gradient_sync(index == microbatches - 1)
-                m.set_reshard_after_backward(index == microbatches - 1)
-            x, y = torch.randn(64, 128).to(dtype), torch.randn(64, 256).to(dtype)
-            loss = ((m(x) - y).float() ** 2).mean()
-            loss.backward()
-            results.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            results.append(m(x).float())
-    for module in m.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    return [*results, *map(whole, m.parameters())]
-
-
-def whole(parameter: nn.Parameter) -> Tensor:
-    """Of all ranks, on the device of their group; FSDP2 may hold shards on the host."""
-    p = parameter.detach()
-    return p.to(checks.DEVICE).full_tensor() if isinstance(p, DTensor) else p
-
-
-def split(m: nn.Sequential, mesh: DeviceMesh, **options: object) -> None:
-    for layer in (m[0], m[2], m):
-        fully_shard(layer, mesh=mesh, **options)
 
 
 def recomputed(m: nn.Sequential) -> None:
@@ -301,112 +265,6 @@ def a_model_on_meta_is_sharded_before_it_has_values(folder: Path) -> None:
         assert len(traffic.gathers) == 4, traffic.gathers  # of two layers, in two passes
         assert sum(traffic.gathers) < 0.7 * 2 * (256 * 128 + 256 * 256), (name, is_quantized, traffic.gathers)
         same(result, once(one), f"{name}, {is_quantized}")
-
-
-def once(m: nn.Module) -> Tensor:
-    torch.manual_seed(5)
-    x = torch.randn(64, 128).bfloat16().requires_grad_()
-    m(x).square().mean().backward()
-    assert x.grad is not None
-    return x.grad
-
-
-@check
-def equal_blocks_share_a_graph_that_reads_the_plane_of_each_pass(folder: Path) -> None:
-    for name, is_quantized in (("mxfp8", True), ("fp8-current", False)):
-        torch._dynamo.reset()
-        counters.clear()
-        m = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(2))).bfloat16()
-        duotone.convert(m, recipes.load(name), rules=())
-        if is_quantized:
-            duotone.convert_parameters(m, recipes.load(name))
-        one = copy.deepcopy(m)
-        if not is_quantized:
-            duotone.gather_quantized(m)
-        for layer in m:
-            layer.compile(backend="aot_eager", fullgraph=True)
-            fully_shard(layer, reshard_after_forward=True)
-        fully_shard(m)
-        for _ in range(2):
-            same(once(m), once(one), f"{name}, {is_quantized}")
-        assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
-
-
-@check
-def compiled_layers_with_fp8_attention_train_after_an_eager_forward(folder: Path) -> None:
-    """Another layer's weight in pieces is not gathered while one is traced, and is not read then."""
-    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "normalization": "RMSNorm"}
-    m = nn.Sequential(*(duotone.TransformerLayer(32, 32, 2, **options) for _ in range(2)))
-    x = torch.randn(4, 2, 32, requires_grad=True)
-    results = []
-    for is_compiled in (False, True, True):
-        for layer in m if is_compiled and not isinstance(m[0], FSDPModule) else ():
-            fully_shard(layer)
-            layer.compile(backend="aot_eager", fullgraph=True)
-        with duotone.autocast(recipe=duotone.Float8CurrentScaling(fp8_dpa=True)):
-            y = m(x)
-        y.square().sum().backward()
-        results.append((y, x.grad))
-        x.grad = None
-    for y, gradient in results[1:]:
-        same(y, results[0][0], "output")
-        same(gradient, results[0][1], "gradient")
-
-
-ROWWISE = recipes.load("fp8-rowwise")
-
-
-class PartRecomputed(nn.Module):
-    """x + part(x), where torch's function recomputes the part if the module says so."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.part = nn.Sequential(nn.Linear(128, hidden, bias=False), nn.ReLU(), nn.Linear(hidden, 128, bias=False))
-        self.recomputes = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + (checkpoint(self.part, x, use_reentrant=False) if self.recomputes else self.part(x))
-
-
-@check
-def recomputes_of_compiled_code_read_planes_that_were_gathered(folder: Path) -> None:
-    """Scales per row: each plane travels alone, and its cast is short to trace."""
-    for is_quantized, inside in ((True, True), (True, False), (False, True)):
-        torch._dynamo.reset()
-        m = duotone.convert(nn.Sequential(PartRecomputed(128)).bfloat16(), ROWWISE, rules=())
-        if is_quantized:
-            duotone.convert_parameters(m, ROWWISE)
-        one = copy.deepcopy(m)
-        if not is_quantized:
-            duotone.gather_quantized(m)
-        (m[0] if inside else m[0].part).compile(backend="aot_eager", fullgraph=True)
-        fully_shard(m[0], reshard_after_forward=True)
-        fully_shard(m)
-        for _ in range(2):
-            same(once(m), once(one), f"{is_quantized}, {inside}")
-
-
-@check
-def a_checkpoint_around_code_that_was_compiled_before_is_refused(folder: Path) -> None:
-    def sharded() -> nn.Sequential:
-        m = duotone.convert(nn.Sequential(PartRecomputed(64)).bfloat16(), ROWWISE, rules=())
-        duotone.convert_parameters(m, ROWWISE)
-        m[0].part.compile(backend="aot_eager", fullgraph=True)
-        return fully_shard(nn.Sequential(fully_shard(m[0], reshard_after_forward=True)))
-
-    m = sharded()
-    m[0].recomputes = False
-    want = once(m)
-    m[0].recomputes = True
-    try:
-        once(m)
-    except torch._dynamo.exc.InternalTorchDynamoError as error:
-        assert str(error).startswith("UserError: a checkpoint recomputes what was compiled outside of it"), error
-    else:
-        raise AssertionError("memory was read that FSDP2 had freed")
-    torch._dynamo.reset()
-    torch.manual_seed(7)
-    same(once(sharded()), want, "compiled anew")
 
 
 @check
@@ -611,24 +469,10 @@ def uneven_shards_and_delayed_scales_give_the_bits_of_one_process(folder: Path) 
 
 
 @check
-def compiled_code_takes_no_gathered_weights_under_delayed_scales(folder: Path) -> None:
-    torch._dynamo.reset()
-    m = duotone.gather_quantized(model(recipes.load("fp8-delayed"), is_quantized=False))
-    m[2].compile(backend="aot_eager", fullgraph=True)
-    split(m, checks.mesh())
-    try:
-        once(m)
-    except Exception as error:
-        assert "does not record amaxes of weights that gather_quantized sends" in str(error), error
-    else:
-        raise AssertionError("the history of the weight would stay empty")
+def first_microbatches_of_gathered_weights_are_refused_under_delayed_scales(folder: Path) -> None:
     m = duotone.gather_quantized(duotone.Linear(64, 64, recipe=recipes.load("fp8-delayed")))
-    try:
-        fully_shard(m, mesh=checks.mesh())(torch.randn(32, 64), is_first_microbatch=True)
-    except UserError as error:
-        assert "leave is_first_microbatch out" in str(error), error
-    else:
-        raise AssertionError("later microbatches would be encoded with other scales")
+    message = refusal(lambda: fully_shard(m, mesh=checks.mesh())(torch.randn(32, 64), is_first_microbatch=True))
+    assert "leave is_first_microbatch out" in message, message  # later ones would be encoded with other scales
 
 
 @check

@@ -14,6 +14,7 @@ OF_ATTENTION = ("../attention/context_worker.py", "../attention/parallel_worker.
 GROUPS: list[tuple[int, tuple[str, ...]]] = [
     (2, ("fsdp_worker.py", "mesh_worker.py", "styles_worker.py")),
     (2, ("fsdp_ways_worker.py", "parallel_worker.py")),
+    (2, ("fsdp_graphs_worker.py",)),
     (2, ("expert_worker.py", "pipeline_worker.py")),
     (2, ("te_worker.py", "te_context_worker.py", "amax_worker.py", "test_new_format.py")),
     *((world, workers) for world in (2, 4) for workers in (OF_ATTENTION, ("checkpoint_worker.py",))),

@@ -3,6 +3,7 @@
 An emulated rule is exact except for the order of the fp32 sum, unless the rule says something else.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +103,27 @@ class HighPrecision(GemmRule):
     def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
         if not mm_into(a.parts["codes"], b.parts["codes"], out, adds):
             super().run_into(a, b, out, adds)
+
+    @property
+    def in_backward(self) -> GemmRule:
+        return HIGH_PRECISION_IN_BACKWARD
+
+
+class HighPrecisionInBackward(HighPrecision):
+    """`HighPrecision` as one op of a graph. Compilers move a transpose of a weight to forward."""
+
+    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        return _linear(a.parts["codes"], b.parts["codes"], out_dtype, bias, torch.ops.duotone.linear)
+
+
+HIGH_PRECISION_IN_BACKWARD = HighPrecisionInBackward()
+
+
+def _empty_linear(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]))
+
+
+define_op("linear(Tensor a, Tensor b, Tensor? bias) -> Tensor", F.linear, _empty_linear)
 
 
 class ExactBf16(GemmRule):
@@ -229,12 +251,14 @@ class Unrotate(GemmRule):
 EXACT_BF16, FP32_EPILOGUE = ExactBf16(), Fp32Epilogue()
 
 
-def _linear(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+def _linear(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None, product: Callable[..., Tensor] = F.linear
+) -> Tensor:
     """torch's own product. For narrow operands and another dtype, such as `main_grad`'s, one that stays in fp32."""
     if bias is None and out_dtype is not a.dtype and a.dtype.itemsize == 2:
         y = mm_fp32(a, b)
     else:
-        y = F.linear(a, b, bias)
+        y = product(a, b, bias)
     return y if y.dtype is out_dtype else y.to(out_dtype)
 
 

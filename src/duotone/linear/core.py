@@ -9,7 +9,7 @@ Every operand is a plane with its contraction last, in the format that the plan 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from duotone.linear.operand_plan import Original
 from duotone.linear.plan import LinearPlan
+from duotone.linear.plane_source import PlaneSource, in_dtype_of
 from duotone.linear.sink import GRADIENT, Sink
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.tensor.context import QuantizeContext, Slot
@@ -69,6 +70,10 @@ class LinearStage(Stage):
     def of_module(self, handle: Tensor) -> "LinearStage":
         """In a trace: the stage with the delayed slots of the module that `handle` names."""
         return LinearStage(self.plan.of_module(handle), self.sink, self.name)
+
+    def with_weights_from(self, source: PlaneSource) -> "LinearStage":
+        """The stage whose weight has its planes from another source."""
+        return LinearStage(replace(self.plan, weight=replace(self.plan.weight, source=source)), self.sink, self.name)
 
     def named(self, operands: Sequence[Item]) -> Operands[Item]:
         """Row counts, seed, weights and biases, or the same of anything that exists once for each operand."""
@@ -142,7 +147,9 @@ class LinearStage(Stage):
         if is_derived and row is not None and col is None:
             col, is_whole = row.transposed(), True
         if saved_w is not None and row is not None:
-            dx = plan.dgrad.rule.run(row, plan.weight.backward.restore(saved_w.materialize(), like.dtype), like.dtype)
+            w = in_dtype_of(plan.weight.backward.restore(saved_w.materialize(), like.dtype), like)
+            dx = plan.dgrad.rule.run(row, w, like.dtype)
+            del w
             if layout.exchanges:
                 dx = layout.reduce_grad_input(dx)
             if like.dim() != 2:

@@ -57,6 +57,8 @@ def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> Linea
     if reason := _too_small(request, gemms):
         quantizers, sources = _with_held(request, dict.fromkeys(quantizers, Quantizer()))
         gemms = [replace(gemm, reason=reason) for gemm in _gemms(request, override, quantizers)]
+    if request.is_traced and sources["weight"] is USE_HELD and quantizers["weight"].rowwise != IDENTITY:
+        gemms[1] = replace(gemms[1], rule=gemms[1].rule.in_backward)
     draws = [quantizers[kind].is_stochastic for kind in TENSOR_TYPES]
     input_grad, weight_grad, layout = request.input_grad, request.weight_grad, request.layout
     shards = layout.shards

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from duotone.capture import is_capturing
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
+from duotone.graph_ops import define_op
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.gathers import ROWWISE
@@ -52,16 +53,33 @@ def _planes_of(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeConte
         with torch.inference_mode(False):  # an inference tensor could not be written in training
             x.update_usage(usage.rowwise or None, usage.columnwise or None)
         row, col = x.planes
-    if ctx.nominal is not None and ctx.nominal is not x.dtype:
-        row, col = _cast(row, ctx.nominal), _cast(col, ctx.nominal)
+    if ctx.nominal is not None and ctx.nominal is not x.dtype and row is not None and row.format == IDENTITY:
+        row = Plane(IDENTITY, {"codes": row.parts["codes"].to(ctx.nominal)}, row.shape)  # as torch.autocast does
     return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
 
 
-def _cast(plane: Plane | None, dtype: torch.dtype) -> Plane | None:
-    """The plane, as torch.autocast wants it: codes stand for values of any dtype, an Identity plane has values."""
-    if plane is None or plane.format != IDENTITY:
+def in_dtype_of(plane: Plane, dy: Tensor) -> Plane:
+    """The columnwise plane of a weight, which multiplies a gradient `dy`. torch.autocast casts values, but no codes.
+
+    Forward may not have its memory yet: FSDP2 gathers it for backward. So a graph casts after `dy` exists.
+    """
+    codes = plane.parts["codes"]
+    if plane.format != IDENTITY or codes.dtype is dy.dtype:
         return plane
-    return Plane(IDENTITY, {"codes": plane.parts["codes"].to(dtype)}, plane.shape)
+    is_traced = torch.compiler.is_dynamo_compiling()
+    codes = torch.ops.duotone.cast_after(codes, dy) if is_traced else codes.to(dy.dtype)
+    return Plane(IDENTITY, {"codes": codes}, plane.shape)
+
+
+def _cast_after(x: Tensor, like: Tensor) -> Tensor:
+    return x.to(like.dtype, copy=True)
+
+
+def _empty_cast(x: Tensor, like: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=like.dtype)
+
+
+define_op("cast_after(Tensor x, Tensor like) -> Tensor", _cast_after, _empty_cast)
 
 
 def _planes_in_graph(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
@@ -69,6 +87,15 @@ def _planes_in_graph(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: Quantiz
 
     assert isinstance(x, QuantizedTensor)
     return planes_in_graph(x, usage)
+
+
+def _recorded(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+    """The held planes. The amaxes of this call are recorded as the rowwise scale is read."""
+    row, col = _planes_of(x, quantizer, usage, ctx)
+    slot = ctx.slots[0]
+    if row is None or slot is None:
+        return Planes(row, col)
+    return Planes(Plane(row.format, {**row.parts, "scale": slot.recorded(row.parts["scale"])}, row.shape), col)
 
 
 def _dequantized(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
@@ -82,6 +109,8 @@ HIGH_PRECISION = PlaneSource("high precision", _values)
 """A plain tensor that stays in high precision."""
 USE_HELD = PlaneSource("held", _planes_of)
 """The planes of a quantized tensor."""
+RECORD_IN_GRAPH = PlaneSource("held", _recorded)
+"""In a trace: the planes of a weight that `gather_quantized` sends under delayed scales."""
 USE_IN_GRAPH = PlaneSource("held", _planes_in_graph)
 """In a trace: the planes of a quantized input, which the graph may make itself."""
 DEQUANTIZE_HELD = PlaneSource("held, dequantized", _dequantized)

@@ -17,7 +17,7 @@ from duotone.linear.grouped import GroupedStage
 from duotone.linear.layout import Layout
 from duotone.linear.plan import LinearPlan, PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
-from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD, USE_IN_GRAPH
+from duotone.linear.plane_source import DEQUANTIZE_HELD, RECORD_IN_GRAPH, USE_HELD, USE_IN_GRAPH
 from duotone.linear.sink import GRADIENT, main_grad
 from duotone.numbered import ByName
 from duotone.pipeline.op import KEEPS, TensorInfo, is_distributed
@@ -221,7 +221,8 @@ class Planner:
         traced_stages.ask(config, recipe.key)
         if quantizer is not None and any(lacks_rowwise(weight) for weight in module.weights):
             traced_stages.refuse_recompute()
-        if quantizer is not None and any(records_amaxes(weight) for weight in module.weights):
+        records = quantizer is not None and any(records_amaxes(weight) for weight in module.weights)
+        if records and not (quantizer is not None and quantizer.delayed[0]):
             traced_stages.refuse_amaxes()
         input_held = "" if info.quantizer is None else info.quantizer.words
         formats = traced_stages.formats_of(quantizer)
@@ -230,6 +231,8 @@ class Planner:
             (config, getattr(self.answered, recipe.key), recipe.key, *grads, mode.value, *where)
         )
         stage: PlannedStage = getattr(traced_stages.PLANS, name).stage
+        if records and isinstance(stage, LinearStage):  # a group is one op, which runs eager code
+            stage = stage.with_weights_from(RECORD_IN_GRAPH)
         return stage.of_module(self.handle) if stage.plan.is_delayed else stage
 
     def has_weight(self, key: Key, dtype: torch.dtype) -> bool:

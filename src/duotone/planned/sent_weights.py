@@ -15,9 +15,10 @@ from duotone.comm import group_size, require_same
 from duotone.comm.pieces import piece_of
 from duotone.dispatch.stages import amaxes_of
 from duotone.errors import UserError
+from duotone.formats import IDENTITY
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plane_source import STEPS
-from duotone.pipeline.op import is_distributed
+from duotone.pipeline.op import CAST, is_distributed
 from duotone.pipeline.titles import title
 from duotone.planned import delayed_states
 from duotone.planned.split_parameters import is_split
@@ -51,7 +52,9 @@ def gather_quantized(model: nn.Module) -> nn.Module:
     forward. Parameters, gradients, optimizer states and checkpoints stay plain. A weight keeps the formats of its first
     forward. Some weights travel in high precision, with a warning: weights in pieces, packed ones, weights that FSDP2
     cuts along columns, and all under backward_override = "high_precision". UserError if a recipe rounds weights
-    stochastically, and in compiled code if it scales them by history.
+    stochastically, and in compiled code if it scales columnwise planes alone by history.
+
+    Under torch.autocast planes encode what it casts, if it is on around the call of the sharded model.
     """
     for module in model.modules():
         if hasattr(module, "sends_planes"):
@@ -153,8 +156,8 @@ class SentWeight:
             self.prepare(mp_policy.param_dtype or self.shard.dtype, outer_size[0])
             self.require_same_planes()
         in_forward = torch._C._current_graph_task_id() == -1
-        if self.stamp != self.writes or (self.is_sent and in_forward):
-            agree_on_amaxes([*self.of_model()])
+        if self.stamp != self.writes or (in_forward and (self.is_sent or self.dtype is not self.dtype_now)):
+            agree_on_amaxes([*self.of_model()], in_forward)
         if in_forward:
             self.is_sent = True
             for side, (slot, now) in self.slots.items():
@@ -205,9 +208,12 @@ class SentWeight:
 
     def prepare(self, dtype: torch.dtype, rows: int) -> None:
         """Choose the formats: those of the first call that gathers. `rows` is the number of rows of the weight."""
-        plan = self.module.plans.plan(active_recipe() or self.module.recipe, Call(str(self.device), dtype))
+        self.gathered_dtype = dtype
+        self.dtype = self.dtype_now
+        """The dtype from which the last forward encoded the weight."""
+        plan = self.module.plans.plan(active_recipe() or self.module.recipe, Call(str(self.device), self.dtype))
         require_planes(self.module, plan.weight)
-        self.weight, self.dtype, self.rows = plan.weight.from_cache(plan.weight.source, True), dtype, rows
+        self.weight, self.rows = plan.weight.from_cache(plan.weight.source, True), rows
         row, col = self.weight.formats
         self.step = max(row.alignment[0] if row else 1, col.alignment[1] if col else 1)
         ranks = group_size(self.cuts[0][0])
@@ -244,6 +250,13 @@ class SentWeight:
             require_same(names, self.device, group, UNLIKE)
 
     @property
+    def dtype_now(self) -> torch.dtype:
+        """The dtype of a product with the weight: that of torch.autocast, if it is on around the forward of FSDP2."""
+        device = self.device.type
+        is_cast = self.gathered_dtype in CAST and torch.is_autocast_enabled(device)
+        return torch.get_autocast_dtype(device) if is_cast else self.gathered_dtype
+
+    @property
     def writes(self) -> tuple[object, ...]:
         """A value that changes with every write that leaves a version, and with every step of an optimizer."""
         param = self.gathers.param
@@ -267,7 +280,12 @@ class SentWeight:
         values = self.values.to(self.dtype)
         if not self.is_even:
             values = piece_of(values, self.rows, self.step, self.cuts[0][0])
-        return self.weight.quantizer.encode(values, side, context)
+        planes = self.weight.quantizer.encode(values, side, context)
+        if self.dtype is self.gathered_dtype:
+            return planes
+        # A plane in high precision has one dtype in all gathers. A call under torch.autocast casts it again.
+        each = (p.map(lambda x: x.to(self.gathered_dtype)) if p and p.format == IDENTITY else p for p in planes)
+        return Planes(*each)
 
     def amax(self, side: Usage) -> Tensor:
         """The amax that all shards have to agree on before this rank's rows are encoded."""
@@ -295,13 +313,14 @@ def encodes_itself(quantizer: Quantizer) -> bool:
     return type(quantizer) is Quantizer and quantizer.columnwise_source == "original"
 
 
-def agree_on_amaxes(weights: Sequence[SentWeight]) -> None:
+def agree_on_amaxes(weights: Sequence[SentWeight], in_forward: bool) -> None:
     """Measure the amaxes of all weights, and let their shards agree on them at once."""
     requests: list[tuple[SentWeight, Usage]] = []
     amaxes: list[Tensor] = []
     direct: dict[torch.dtype, list[tuple[SentWeight, Usage]]] = {}
     for weight in weights:
         weight.stamp, weight.is_sent = weight.writes, False
+        weight.dtype = weight.dtype_now if in_forward else weight.dtype
         assert weight.weight is not None
         for side, cuts in weight.amax_cuts.items():
             fmt = weight.gathers.formats[0 if side is ROWWISE else 1]

@@ -28,6 +28,7 @@ from duotone.state.frames import is_trace_recomputed
 from duotone.state.region import AMAX_MODES, AmaxMode
 from duotone.state.rolling import roll_after
 from duotone.state.torch_private import mark_effect
+from duotone.tensor import QuantizedTensor
 from duotone.tensor.content import Uncompared
 from duotone.tensor.context import Slot
 from duotone.tensor.quantizer import TRACED, Quantizer, name_quantizer
@@ -209,6 +210,9 @@ class TracedSlot(Slot):
     def roll_after(self, gradient: Tensor) -> None:
         torch.ops.duotone.traced_roll_after(gradient, self.handle, self.plan)
 
+    def recorded(self, scale: Tensor) -> Tensor:
+        return torch.ops.duotone.traced_recorded(scale, self.handle, self.plan, self.member)
+
     def scale_for(self, x: Tensor) -> Tensor:
         return torch.ops.duotone.traced_scale(x, self.handle, self.plan, self.member, self.operand, self.side)
 
@@ -233,6 +237,27 @@ def _produced(what: str, inputs: Inputs, eps: float, row: str, col: str, propaga
 
 PLACE = "Tensor handle, str plan, int member, str operand, int side"
 define_slot_ops("traced", PLACE, _slot)
+
+
+def _recorded(scale: Tensor, handle: Tensor, plan: str, member: int) -> Tensor:
+    planner = planner_of(handle)
+    _, stage = planner.follow(plan)
+    weight, operand = planner.module.weights[member], stage.linears[member].plan.weight
+    if isinstance(weight, QuantizedTensor) and weight.gathers is not None:
+        weight.gathers.record(operand.context.slots, operand.usage)
+    return scale.clone()
+
+
+def _empty_recorded(scale: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(scale)
+
+
+define_op(
+    "traced_recorded(Tensor scale, Tensor handle, str plan, int member) -> Tensor",
+    _recorded,
+    _empty_recorded,
+    tags=STATEFUL,
+)
 define_op(
     f"traced_produced(str what, Tensor?[] inputs, float eps, str row, str col, bool propagate, {PLACE}) -> Tensor[]",
     _produced,
@@ -344,8 +369,8 @@ def _drop_dead(names: dict[tuple[str, ...], str]) -> None:
 def refuse_amaxes() -> None:
     """UserError in a trace that would record no amax of a weight of `gather_quantized`."""
     raise UserError(
-        "compiled code does not record amaxes of weights that gather_quantized sends under delayed scales; leave these "
-        "layers eager, use a recipe with current scales, or duotone.convert_parameters"
+        "compiled code records amaxes of weights that gather_quantized sends only if their rowwise scale is delayed; "
+        "leave these layers eager, use such a recipe or one with current scales, or duotone.convert_parameters"
     )
 
 

@@ -37,6 +37,10 @@ class Slot:
         """How many amaxes so far were not finite and did not enter the history, and how many were clamped."""
         return 0, 0
 
+    def recorded(self, scale: Tensor) -> Tensor:
+        """In a trace: the scale of planes that FSDP2 gathered, read as their amaxes are recorded."""
+        raise NotImplementedError
+
     def scale_for(self, x: Tensor) -> Tensor:
         """The scale to encode `x` with, fp32 (1,). Records the amax of `x`."""
         raise NotImplementedError
