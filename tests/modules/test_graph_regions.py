@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -166,22 +165,3 @@ def test_a_checkpoint_around_a_graph_recomputes_under_the_region_of_its_forward(
 def test_batches_of_any_size_share_few_graphs(name: str) -> None:
     """Without dynamic=True: the second size makes the graph dynamic; sizes that cut a block compile once more."""
     assert same_as_eager(linears(name, 1), rows=(1, 32, 33, 1, 32, 33, 40)) <= 3
-
-
-def test_a_compiled_backward_inside_of_torchs_autocast_has_the_bits_of_one_outside() -> None:
-    """The graph is traced before torch knows where its backward will run."""
-    m = linears("fp8-current", 2)
-    compiled = torch.compile(copy.deepcopy(m), backend="eager", fullgraph=True)
-    x, dy = torch.randn(2, WIDTH, WIDTH)
-    results = []
-    for run, is_inside in ((m, False), (compiled, True)):
-        leaf = x.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = run(leaf)
-            backward = partial(y.backward, dy.bfloat16())
-            if is_inside:
-                backward()
-        if not is_inside:
-            backward()
-        results.append([y.detach(), leaf.grad, *[p.grad for p in run.parameters()]])
-    assert all(torch.equal(*both) for both in zip(*results, strict=True))

@@ -98,8 +98,8 @@ class PipelineFunction(torch.autograd.Function):
         elif torch.is_grad_enabled():
             run = again.differentiate
         device = gradients[0].device.type
-        # A graph is traced before its backward runs, so it cannot ask whether torch.autocast will be on.
-        if device == "meta" or not (again is None or torch.is_autocast_enabled(device)):
+        # A trace does not enter torch.autocast here: on CUDA, Dynamo of torch 2.11 then ends in an assertion.
+        if device == "meta" or not torch.is_autocast_enabled(device):
             return run(ctx, gradients)
         with torch.autocast(device, enabled=False):
             return run(ctx, gradients)
