@@ -149,7 +149,7 @@ def compiled_code_takes_no_gathered_weights_whose_columnwise_scale_alone_is_dela
     try:
         once(m)
     except Exception as error:
-        assert "records amaxes of weights that gather_quantized sends only if" in str(error), error
+        assert "records amaxes of weights that gather_quantized sends only for" in str(error), error
     else:
         raise AssertionError("the history of the weight would stay empty")
 

@@ -221,9 +221,6 @@ class Planner:
         traced_stages.ask(config, recipe.key)
         if quantizer is not None and any(lacks_rowwise(weight) for weight in module.weights):
             traced_stages.refuse_recompute()
-        records = quantizer is not None and any(records_amaxes(weight) for weight in module.weights)
-        if records and not (quantizer is not None and quantizer.delayed[0]):
-            traced_stages.refuse_amaxes()
         input_held = "" if info.quantizer is None else info.quantizer.words
         formats = traced_stages.formats_of(quantizer)
         where = (info.place, str(info.dtype), group, weight_dtype is not info.dtype, formats, input_held)
@@ -231,7 +228,9 @@ class Planner:
             (config, getattr(self.answered, recipe.key), recipe.key, *grads, mode.value, *where)
         )
         stage: PlannedStage = getattr(traced_stages.PLANS, name).stage
-        if records and isinstance(stage, LinearStage):  # a group is one op, which runs eager code
+        if quantizer is not None and any(records_amaxes(weight) for weight in module.weights):
+            if not isinstance(stage, LinearStage) or not quantizer.delayed[0]:
+                traced_stages.refuse_amaxes()
             stage = stage.with_weights_from(RECORD_IN_GRAPH)
         return stage.of_module(self.handle) if stage.plan.is_delayed else stage
 

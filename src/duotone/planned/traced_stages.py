@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -366,11 +366,11 @@ def _drop_dead(names: dict[tuple[str, ...], str]) -> None:
 
 
 @constant_in_traces
-def refuse_amaxes() -> None:
+def refuse_amaxes() -> NoReturn:
     """UserError in a trace that would record no amax of a weight of `gather_quantized`."""
     raise UserError(
-        "compiled code records amaxes of weights that gather_quantized sends only if their rowwise scale is delayed; "
-        "leave these layers eager, use such a recipe or one with current scales, or duotone.convert_parameters"
+        "compiled code records amaxes of weights that gather_quantized sends only for a linear whose rowwise scale is "
+        "delayed; leave this layer eager, use a recipe with current scales, or duotone.convert_parameters"
     )
 
 
