@@ -78,7 +78,7 @@ def torchrun(script: Path, *arguments: object, restarts: int = 0) -> subprocess.
         *map(str, arguments),
     ]
     environment = {**os.environ, **NO_GPU, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480, check=False)
     assert process.returncode == 0, process.stderr[-3000:]
     return process
 
@@ -87,7 +87,7 @@ def launch(
     workers: Sequence[str | Path],
     folder: Path,
     world: int = 2,
-    timeout: float = 240,
+    timeout: float = 480,
     backend: str = "gloo",
     dies: Mapping[int, int] | None = None,
 ) -> dict[str, list[str]]:
