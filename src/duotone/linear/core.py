@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from duotone.formats import IDENTITY
 from duotone.linear.operand_plan import Original
 from duotone.linear.plan import LinearPlan
 from duotone.linear.plane_source import PlaneSource, in_dtype_of
@@ -147,7 +148,9 @@ class LinearStage(Stage):
         if is_derived and row is not None and col is None:
             col, is_whole = row.transposed(), True
         if saved_w is not None and row is not None:
-            w = in_dtype_of(plan.weight.backward.restore(saved_w.materialize(), like.dtype), like)
+            w = plan.weight.backward.restore(saved_w.materialize(), like.dtype)
+            if w.format is IDENTITY:
+                w = in_dtype_of(w, like)
             dx = plan.dgrad.rule.run(row, w, like.dtype)
             del w
             if layout.exchanges:

@@ -59,12 +59,12 @@ def _planes_of(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeConte
 
 
 def in_dtype_of(plane: Plane, dy: Tensor) -> Plane:
-    """The columnwise plane of a weight, which multiplies a gradient `dy`. torch.autocast casts values, but no codes.
+    """The columnwise plane of a weight in high precision, in the dtype of the gradient `dy` that it multiplies.
 
     Forward may not have its memory yet: FSDP2 gathers it for backward. So a graph casts after `dy` exists.
     """
     codes = plane.parts["codes"]
-    if plane.format != IDENTITY or codes.dtype is dy.dtype:
+    if codes.dtype is dy.dtype:
         return plane
     is_traced = torch.compiler.is_dynamo_compiling()
     codes = torch.ops.duotone.cast_after(codes, dy) if is_traced else codes.to(dy.dtype)
@@ -75,11 +75,7 @@ def _cast_after(x: Tensor, like: Tensor) -> Tensor:
     return x.to(like.dtype, copy=True)
 
 
-def _empty_cast(x: Tensor, like: Tensor) -> Tensor:
-    return torch.empty_like(x, dtype=like.dtype)
-
-
-define_op("cast_after(Tensor x, Tensor like) -> Tensor", _cast_after, _empty_cast)
+define_op("cast_after(Tensor x, Tensor like) -> Tensor", _cast_after, _cast_after)
 
 
 def _planes_in_graph(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
