@@ -21,7 +21,7 @@ from duotone.linear.plane_source import STEPS
 from duotone.pipeline.op import CAST, is_distributed
 from duotone.pipeline.titles import title
 from duotone.planned import delayed_states
-from duotone.planned.split_parameters import is_split
+from duotone.planned.split_parameters import ONE_WEIGHT, is_split
 from duotone.planned.traced_stages import Call
 from duotone.state.region import active_recipe
 from duotone.tensor import QuantizedTensor, Quantizer
@@ -68,7 +68,7 @@ def send_planes(module: "Planned") -> None:
     if not module.sends_planes:
         return
     if is_split(module):
-        module.sends_planes, module.plain_gather = False, "its weight is in pieces"
+        module.sends_planes, module.plain_gather = False, f"its weight is in pieces; {ONE_WEIGHT}"
         warnings.warn(f"{title(module)} travels in high precision: {module.plain_gather}", stacklevel=2)
         return
     weight = module.plans.plan(active_recipe() or module.recipe).weight

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from duotone.planned.linear import Linear
 
 Splits = Sequence[str] | Mapping[str, int] | None
+ONE_WEIGHT = "build attention with fuse_qkv_params=True, an MLP without split_gate, a linear without parameters_split"
 
 
 def split_parameters(module: "Linear", splits: Splits, out_features: int) -> None:
@@ -67,8 +68,8 @@ def require_one_weight(module: nn.Module, name: str) -> None:
     if is_split(module):
         names = ", ".join(f"{name}_weight" for name in module.__dict__["_split_names"])
         raise UserError(
-            f"the weight of {name} is stored as {names}, and only one whole weight can be a quantized parameter; build "
-            "attention with fuse_qkv_params=True, an MLP without split_gate, and a linear without parameters_split"
+            f"the weight of {name} is stored as {names}, and only one whole weight can be a quantized parameter; "
+            f"{ONE_WEIGHT}"
         )
 
 
