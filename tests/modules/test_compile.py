@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -99,14 +100,24 @@ def test_batches_of_any_size_share_few_graphs(name: str, backend: str, sizes: tu
 
 @pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4"])
 def test_what_a_compiled_backward_encodes_again_has_the_bits_of_forward(name: str) -> None:
-    """With recompute_columnwise a compiled linear keeps its input and no codes; the partitioner computes that again."""
+    """With recompute_columnwise a compiled linear keeps its input and no codes; the partitioner computes that again.
+
+    Code may write the input after the call: torch looks for such writes in eager code alone.
+    """
     recipe = replace(recipes.load(name), recompute_columnwise=True)
     eager = duotone.convert(nn.Sequential(nn.Linear(64, 32)).bfloat16(), recipe)
     compiled = copy.deepcopy(eager)
-    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+
+    def call(m: nn.Module, x: Tensor) -> Tensor:
+        h = x * 1
+        y = m(h)
+        h.zero_()
+        return y
+
+    run = torch.compile(partial(call, compiled), fullgraph=True, backend="aot_eager")
     for _ in range(2):
         x, dy = torch.randn(32, 64).bfloat16(), torch.randn(32, 32).bfloat16()
-        for result, want in zip(step(run, compiled, x, dy), step(eager, eager, x, dy), strict=True):
+        for result, want in zip(step(run, compiled, x, dy), step(partial(call, eager), eager, x, dy), strict=True):
             assert torch.equal(result, want)
     planner = compiled[0].plans
     start = f"{planner.config}_{getattr(planner.answered, recipe.key)}_{recipe.key}_"

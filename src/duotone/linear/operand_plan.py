@@ -87,10 +87,10 @@ def _deferred_in_graph(x: Original, planes: Planes, quantizer: Quantizer, ctx: Q
     """A partitioner saves the inputs of ops that fuse with nothing, such as a cast.
 
     So the cast reads a power of 1.0, which fuses with the producer of the tensor. A compiler would drop a copy, or a
-    product with 1.
+    product with 1. Forward takes the power: a trace does not see that code writes the tensor before backward.
     """
     assert isinstance(x, Tensor)
-    return DeferredPlane(partial(columnwise_of_power, quantizer, ctx.fixed()), (x,))
+    return DeferredPlane(partial(columnwise, quantizer, ctx.fixed()), (x.pow(1.0),))
 
 
 def _supplied(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
@@ -126,11 +126,6 @@ def columnwise(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -> Plane:
     plane = quantizer.encode(x, COLUMNWISE, ctx).columnwise
     assert plane is not None
     return plane
-
-
-def columnwise_of_power(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -> Plane:
-    """The columnwise plane of x ** 1.0: equal values, but another node of a graph."""
-    return columnwise(quantizer, ctx, x.pow(1.0))
 
 
 BACKWARD_OPERANDS: dict[str | None, BackwardOperand] = {
