@@ -55,6 +55,17 @@ def test_under_identity_outputs_and_gradients_are_those_of_the_plain_model() -> 
     assert_same_bits(plain, converted)
 
 
+def test_experts_have_new_delayed_scales_for_weights_of_a_checkpoint_without_any() -> None:
+    trained, fresh = (duotone.convert(mixtral(), recipes.load("fp8-delayed")) for _ in range(2))
+    gradients(trained, batch(0))
+    plain = {name: value * 4 for name, value in mixtral().state_dict().items()}
+    for m in (trained, fresh):
+        m.load_state_dict(plain)
+    with torch.no_grad():
+        logits = [m.eval()(input_ids=batch(1)).logits for m in (trained, fresh)]
+    assert torch.equal(*logits)
+
+
 def experts_of(model) -> torch.nn.Module:
     return model.model.layers[1].mlp.experts
 

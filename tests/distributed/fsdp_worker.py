@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import checks
+import fsdp_models
 import torch
 import torch.distributed as dist
 from checks import check, same
@@ -195,6 +196,36 @@ def adamw_updates_shards_as_one_process_updates_the_whole(folder: Path) -> None:
         with mock.patch.object(collectives, "all_reduce", wraps=collectives.all_reduce) as agreed:
             optimizers[0].step()
         assert agreed.call_count == agreements, (name, agreed.call_count)
+
+
+@check
+def shards_are_written_in_the_formats_of_a_later_recipe(folder: Path) -> None:
+    """As whole weights are; a shard under the recipe before would keep its delayed scale for ever."""
+    results = []
+    for change in (shard, lambda m: m):  # one after the other: a region rolls the states of all models
+        m, losses = change(model(recipes.load("fp8-delayed"))), []
+        for name in ("fp8-delayed", "fp8-current", "fp8-current"):
+            with duotone.autocast(recipe=recipes.load(name)):
+                losses += train(m, 1)[0]
+        results.append([*losses, *map(fsdp_models.whole, m.parameters())])
+    for result, want in zip(*results, strict=True):
+        same(result, want, "losses and weights")
+
+
+@check
+def masters_take_what_is_loaded_into_shards_after_the_optimizer(folder: Path) -> None:
+    for name in ("mxfp8", "fp8-current", "nvfp4"):
+        one = model(recipes.load(name))
+        results = []
+        for m in (shard(copy.deepcopy(one)), one):
+            optimizer = duotone.optim.AdamW(m.parameters(), lr=0.01, master_weights=True)
+            train(m, 1, optimizer=optimizer)
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            m.load_state_dict({key: value * -2 for key, value in m.state_dict().items()})
+            train(m, 1, optimizer=optimizer)
+            results.append([*map(fsdp_models.whole, m.parameters())])
+        for result, want in zip(*results, strict=True):
+            same(result, want, name)
 
 
 @check

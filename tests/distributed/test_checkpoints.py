@@ -8,7 +8,7 @@ import pytest
 import torch
 from launching import HERE, folder_of, launch, names
 
-from duotone.distributed import latest, load
+from duotone.distributed import checkpoints, latest, load
 
 WORKER = "checkpoint_worker.py"
 
@@ -32,3 +32,13 @@ def test_a_rank_that_dies_in_a_save_of_the_background_leaves_the_checkpoint_befo
         m[0].weight.zero_()
     load(folder / "step-1", m)
     assert torch.equal(m[0].weight.dequantize(), want[0].weight.dequantize())
+
+
+def test_states_whose_names_end_alike_stay_apart() -> None:
+    """A child that is called `delayed`."""
+    sizes = {"q.scale": (1.0, 2.0), "delayed.q.scale": (8.0, 4.0)}
+    tensors = {
+        f"ranks.{at}.delayed.{key}": torch.tensor([v]) for key, each in sizes.items() for at, v in enumerate(each)
+    }
+    states = checkpoints._delayed(tensors, "ranks.0.", together=True)
+    assert {key: value.item() for key, value in states.items()} == {"q.scale": 1.0, "delayed.q.scale": 4.0}

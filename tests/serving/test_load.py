@@ -58,6 +58,19 @@ def test_a_converted_model_computes_the_same_after_its_weights_are_exported_and_
         assert torch.equal(other(TOKENS), expected)
 
 
+def test_delayed_scales_of_the_weights_before_do_not_stay(tmp_path) -> None:
+    model, trained, fresh = (duotone.convert(toy().bfloat16(), "fp8-delayed") for _ in range(3))
+    duotone.export(model, tmp_path / "x")
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(0.01)
+    trained(TOKENS).sum().backward()
+    for each in (trained, fresh):
+        duotone.load(tmp_path / "x", each)
+    with torch.no_grad():
+        assert torch.equal(trained(TOKENS), fresh(TOKENS))
+
+
 @pytest.mark.parametrize("name", ["fp8_e4m3_tensor", "mxfp8_e4m3_32x32"])
 def test_scales_that_the_scheme_repeats_come_back_once(name: str, tmp_path) -> None:
     model = duotone.convert(toy(), duotone.RuleRecipe(rules=(duotone.recipes.Rule(format=name),)))

@@ -20,6 +20,7 @@ from duotone.errors import UserError
 from duotone.modules.moe import Routing
 from duotone.pipeline.op import is_distributed
 from duotone.pipeline.titles import title
+from duotone.planned.delayed_states import start_anew
 from duotone.planned.planned_group import PlannedGroup
 from duotone.planned.weights import mark_entries
 from duotone.recipes.roles import Site
@@ -94,6 +95,12 @@ class PlannedExperts:
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
         y = down(h, routing.checked)
         return routing.combine(y, top_k_weights.gather(-1, by_expert)).to(hidden_states.dtype)
+
+    def _load_from_state_dict(self: Any, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
+        for name in linear_names(self):  # torch shows the linears no keys of this module
+            linear = getattr(self, f"{PREFIX}{name}")
+            start_anew(linear, state_dict, f"{prefix}{PREFIX}{name}.", {prefix + name: linear.whole})
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def _save_to_state_dict(self: Any, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]

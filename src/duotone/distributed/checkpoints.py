@@ -237,7 +237,8 @@ def _delayed(tensors: Mapping[str, Tensor], prefix: str, *, together: bool) -> d
     if not together:
         return states
     for key in states:
-        all_ranks = torch.stack([value for name, value in tensors.items() if name.endswith(f".delayed.{key}")])
+        names = [name for name in tensors if name.split(".", 2)[2:] == [f"delayed.{key}"]]
+        all_ranks = torch.stack([tensors[name] for name in names])
         states[key] = all_ranks.amin(0) if key.endswith(".scale") else all_ranks.amax(0)
     return states
 

@@ -112,11 +112,14 @@ def adopt_writes(parameter: Tensor, master: Tensor, mark: Mark) -> None:
 
 
 def _rounded(parameter: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The values of the parameter in `dtype`, if only a step wrote it. None if they cannot be computed again."""
+    """The values of the parameter in `dtype`, if only a step wrote it. None if they cannot be computed again.
+
+    Shards agree on their scales, so all ranks call this.
+    """
     if not isinstance(parameter, QuantizedTensor):
         return master.to(dtype).to(parameter.dtype)
     quantizer = parameter.quantizer
-    if quantizer.is_stochastic or not quantizer.is_repeatable or parameter.context.shard is not None:
+    if quantizer.is_stochastic or not quantizer.is_repeatable:
         return None
     written = parameter.detach().clone()
     assert isinstance(written, QuantizedTensor)

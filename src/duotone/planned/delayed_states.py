@@ -155,11 +155,25 @@ def set_aside(module: HoldsStates, state_dict: dict[str, Tensor], prefix: str) -
     return states
 
 
-def prepare_load(module: "Planned", state_dict: dict[str, Tensor], prefix: str) -> None:
-    """Give quantized weights a scale for the values of a checkpoint: the checkpoint's, or a new one if that would clip.
+def start_anew(
+    module: HoldsStates, state_dict: dict[str, Tensor], prefix: str, weights: Mapping[str, nn.Parameter]
+) -> None:
+    """Make all slots new, if a checkpoint has weights of the module, but not its states. `weights`: by key."""
+    loaded = [(parameter.shape, state_dict[key]) for key, parameter in weights.items() if key in state_dict]
+    fits = bool(loaded) and all(shape == getattr(value, "shape", None) for shape, value in loaded)
+    for name in STATES if fits else ():  # torch refuses another shape
+        state = module._modules.get(name)
+        if isinstance(state, DelayedState) and f"{prefix}{name}.scale" not in state_dict:
+            state.forget(range(len(state.largest)))
 
-    A module loads its parameters before its states, and clipped values stay clipped. All ranks with a shard call this.
+
+def prepare_load(module: "Planned", state_dict: dict[str, Tensor], prefix: str) -> None:
+    """Fit the scales to the weights of a checkpoint: its scales, new ones if it has none or if they would clip.
+
+    A module loads its parameters before its states, and clipped values of quantized weights stay clipped. All ranks
+    with a shard call this.
     """
+    start_anew(module, state_dict, prefix, {prefix + name: p for name, p in module.named_parameters(recurse=False)})
     state, start = module._modules.get(FORWARD_STATE), f"{prefix}{FORWARD_STATE}."
     if not isinstance(state, DelayedState):
         return

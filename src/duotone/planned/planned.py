@@ -58,6 +58,8 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
     module_type: ClassVar[str]
     fuse_wgrad_accumulation = delay_wgrad_compute = save_original_input = False
     num_gemms = 1
+    all_gemms = 0
+    """The number of the linears of all ranks, if these hold different ones. Else 0."""
     weight: nn.Parameter
     recipe: Recipe
     rules: tuple[Rule, ...]

@@ -36,8 +36,8 @@ class PlannedGroup(Planned):
     module_type = "grouped_linear"
     extra_inputs = 1
     num_gemms: int
-    first_gemm = all_gemms = 0
-    """The number of the first linear among the linears of all ranks, and the number of these. 0 if one rank has all."""
+    first_gemm = 0
+    """The number of the first linear among the linears of all ranks."""
 
     return_bias = False
     single_grouped_weight = single_grouped_bias = True

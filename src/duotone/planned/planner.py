@@ -171,6 +171,8 @@ class Planner:
         recipe, group = (module.recipe, "") if region is None else (region.recipe, region.group)
         if layout is not None:
             group = group or layout.group
+        if group and module.all_gemms:  # other ranks hold other experts
+            group = module.layout.group
         if recipe.evaluation is not None and not module.training:
             recipe = recipe.evaluation
         if self.tapped is not None:  # compiled code guards on this, and runs eager while it is set
@@ -313,8 +315,8 @@ class Planner:
                 warnings.warn(f"{message}; its values are dequantized in every forward", stacklevel=7)
             if plan.weight.source is USE_HELD:
                 demand(weight, plan.weight.usage, module)
-                if mode is not AmaxMode.USE:
-                    follow(weight, plan.weight.quantizer)
+                for written in (weight, shard_behind(weight)) if mode is not AmaxMode.USE else ():
+                    follow(written, plan.weight.quantizer)
 
     def resolve(
         self, recipe: Recipe, call: Call, group: str = "", mode: AmaxMode = AmaxMode.USE, recorded: Recipe | None = None

@@ -24,7 +24,7 @@ from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.fsdp import link_shards, shard_of
 from duotone.tensor.plane import Usage
-from duotone.tensor.plane_tensor import ENTRY, INIT_VALUE, mark_entry
+from duotone.tensor.plane_tensor import ENTRY, INIT_VALUE, PlaneTensor, mark_entry
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -212,7 +212,7 @@ def demand(parameter: QuantizedTensor, usage: Usage, module: object) -> None:
         raise MissingPlaneError(f"the weight of {title(module)}: {error}") from None
 
 
-def follow(parameter: QuantizedTensor, target: Quantizer) -> None:
+def follow(parameter: PlaneTensor, target: Quantizer) -> None:
     """Let later writes follow a quantizer of the same stored formats. Planes and bytes do not change."""
     quantizer = parameter.quantizer
     if type(target) is not Quantizer or type(quantizer) is not Quantizer or target == quantizer:

@@ -52,6 +52,13 @@ class Item(Protocol):
         ...
 
 
+def as_path(function: str, path: object) -> Path:
+    """A folder that a user named. UserError for something that is no path."""
+    if not isinstance(path, str | os.PathLike):
+        raise UserError(f"{function} takes the path of a folder; got {type(path).__name__}")
+    return Path(path)
+
+
 def write_folder(
     path: Path, items: Sequence[Item], largest: int, texts: Callable[[Sequence[Note]], Mapping[str, str]]
 ) -> tuple[int, list[Note]]:

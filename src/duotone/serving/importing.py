@@ -11,9 +11,10 @@ from duotone import formats
 from duotone.conversion.naming import require_model
 from duotone.errors import RecipeError, UserError
 from duotone.formats import Format
+from duotone.planned import delayed_states
 from duotone.planned.planned import Planned
 from duotone.planned.weights import replace
-from duotone.serving.folder import CONFIG, NOTES, open_files, read_text
+from duotone.serving.folder import CONFIG, NOTES, as_path, open_files, read_text
 from duotone.serving.schemes import GLOBAL, Scheme, global_scale, scheme_of_group
 from duotone.serving.stored_tensors import stored_tensors
 from duotone.serving.tensor_file import TensorFile, TensorSpec
@@ -123,7 +124,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> dict[str, Tensor] 
     of other programs in the same schemes load too. UserError, before anything changes, for a checkpoint of another
     model or scheme, and for files that are absent or damaged.
     """
-    checkpoint = Checkpoint(Path(path))
+    checkpoint = Checkpoint(as_path("load", path))
     if model is None:
         return {name: checkpoint.read(name) for name in checkpoint.shapes}
     require_model("load", model)
@@ -135,6 +136,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> dict[str, Tensor] 
                 _write(target, checkpoint.read(name, target.dtype))
     for module in model.modules():
         if isinstance(module, Planned):
+            delayed_states.drop(module)  # their scales are of other weights
             module.forget_plans()
     return model
 

@@ -211,7 +211,7 @@ class DelayedState(nn.Module):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """A checkpoint without this state leaves it as it is. Another length keeps the newest entries."""
+        """Without this state a checkpoint changes nothing here. If it has weights, the module made all slots new."""
         key = f"{prefix}amax_history"
         saved = state_dict.get(key)
         if saved is not None and saved.dim() == 2 and saved.shape != self.amax_history.shape:
