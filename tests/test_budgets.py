@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41451
-TOOL_LINES = 7962
+LIBRARY_LINES = 41523
+TOOL_LINES = 7979
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -29,25 +29,25 @@ BUDGETS = {
     "attention": (3030, 20, 0),
     "cli": (1548, 2, 0),
     "comm": (202, 1, 1),
-    "compat": (3026, 11, 0),
-    "conversion": (2778, 6, 0),
+    "compat": (3034, 11, 0),
+    "conversion": (2781, 7, 0),
     "dispatch": (3650, 1, 0),
-    "distributed": (475, 3, 0),
+    "distributed": (476, 3, 0),
     "formats": (1529, 0, 0),
-    "integrations": (775, 11, 0),
+    "integrations": (792, 13, 0),
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),
-    "linear": (1997, 5, 0),
+    "linear": (1991, 5, 0),
     "modules": (744, 3, 0),
     "observe": (2332, 6, 0),
     "ops": (1471, 0, 0),
-    "optim": (893, 3, 0),
+    "optim": (896, 3, 0),
     "package": (354, 1, 0),
     "pipeline": (1680, 15, 0),
-    "planned": (3666, 17, 1),
-    "recipes": (2018, 6, 0),
+    "planned": (3684, 17, 1),
+    "recipes": (2028, 6, 0),
     "report": (1745, 0, 0),
-    "serving": (1500, 0, 0),
+    "serving": (1535, 0, 0),
     "state": (2020, 11, 0),
     "tensor": (3038, 17, 0),
 }

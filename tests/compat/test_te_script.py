@@ -17,6 +17,7 @@ CALLS = {
     "te.Linear(32, 16, atomic_gemm=False)": "runs",
     "te.Linear(32, 16, atomic_gemm=flag)": "depends",
     "te.Linear(32, 16, ub_overlap_ag=False, ub_name='qkv')": "runs",
+    "te.Linear(32, 16, **{'atomic_gemm': True})": "depends",
     "te.TransformerLayer(32, 64, 4, seq_length=8, micro_batch_size=2)": "runs",
     "te.DotProductAttention(2, 16, softmax_type='learnable')": "refused",
     "te.fp8_autocast(enabled=True)": "runs",

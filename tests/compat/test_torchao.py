@@ -103,10 +103,19 @@ def test_experts_and_heads_follow_torchao() -> None:
     assert {format for name, format in formats.items() if name.startswith("moe")} == {"identity"}
 
 
+def test_names_that_look_like_patterns_are_names() -> None:
+    odd = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("a[0]", "a0", "b*", "bx")})
+    torchao.convert_to_float8_training(odd, module_filter_fn=lambda linear, name: name in ("a0", "bx"))
+    formats = {row.module: row.a for row in duotone.plan(odd) if row.gemm == "fprop"}
+    assert {name for name, fmt in formats.items() if fmt != "identity"} == {"a0", "bx"}
+
+
 def test_what_has_no_counterpart_is_named() -> None:
     config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-    with pytest.raises(UserError, match="convert_parameters before fully_shard"):
+    with pytest.raises(UserError, match=r"leave it out, and call duotone.gather_quantized\(model\)"):
         torchao.convert_to_float8_training(model(), config=config)
+    with pytest.raises(UserError, match=r"^config is 3, without cast_config_input; give a Float8LinearConfig"):
+        torchao.convert_to_float8_training(model(), config=3)
     with pytest.raises(UserError, match="allowed are 'tensorwise', 'rowwise', 'rowwise_with_gw_hp'"):
         torchao.convert_to_float8_training(model(), config="mxfp8")
     with pytest.raises(UserError, match="module_filter_fn is 'x'; give a function"):

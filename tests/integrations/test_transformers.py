@@ -94,6 +94,15 @@ def test_what_is_saved_is_a_plain_model_that_keeps_seeds_and_delayed_scales(reci
     assert torch.isfinite(step(other, 0))
 
 
+def test_saved_scales_have_the_name_of_the_recipe_that_the_model_follows(plain, tmp_path) -> None:
+    model, _ = load(plain, "nvfp4")
+    step(duotone.convert(model, "fp8-delayed"), 0)
+    model.save_pretrained(tmp_path / "x")
+    again, _ = load(tmp_path / "x", "fp8-delayed")
+    assert_same_bits(duotone.recipe_state(again), duotone.recipe_state(model))
+    assert torch.isfinite(step(load(tmp_path / "x", "nvfp4")[0], 0))
+
+
 def test_hooks_of_devices_are_on_converted_modules(plain) -> None:
     require("accelerate")
     model = AUTO.from_pretrained(plain, quantization_config=DuotoneConfig("mxfp8"), device_map={"": "cpu"})
@@ -166,11 +175,22 @@ def test_a_plain_model_expects_all_that_trainer_saved_under_delayed_scaling(tmp_
     assert len(run.model._state_dict_hooks) == hooks
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_best_model_has_the_scales_that_it_was_saved_with(recipe: str, tmp_path) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "learning_rate": 1.0}
+    run = trainer(tmp_path, DuotoneCallback(recipe), 6, metric_for_best_model="eval_loss", **best)
+    run.train()
+    assert not run.state.best_model_checkpoint.endswith("-6")  # the rate is too high
+    assert run.evaluate()["eval_loss"] == run.state.best_metric
+
+
 def test_a_report_tells_what_ran(tmp_path) -> None:
     trainer(tmp_path, DuotoneCallback("mxfp8", report=tmp_path / "report.txt"), 2).train()
     head, _, *rows = (tmp_path / "report.txt").read_text().splitlines()
     assert head == "2 steps, at the end under mxfp8"
     assert any(row.startswith("model.layers.0.self_attn.q_proj") and "wgrad  mxfp8_e4m3" in row for row in rows)
+    with pytest.raises(duotone.UserError, match=r"^report is .*, in a folder that is not there; create"):
+        DuotoneCallback("mxfp8", report=tmp_path / "no" / "report.txt")
 
 
 def test_a_schedule_decides_each_step(tmp_path, monkeypatch) -> None:

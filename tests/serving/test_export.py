@@ -170,6 +170,26 @@ def test_fused_linears_share_one_global_scale_from_high_precision(tmp_path) -> N
             assert torch.equal(saved[f"layers.1.{name}.weight_packed"], parts["codes"])
 
 
+def test_a_wrapped_model_is_stored_under_its_own_names(tmp_path) -> None:
+    """Servers know no `_orig_mod` and no `module`, and would leave the weights at random."""
+    model = toy()
+    for name, wrapped in (("x", model), ("y", torch.compile(model)), ("z", nn.DataParallel(model))):
+        export(wrapped, tmp_path / name, "MXFP8")
+        files = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("x", name)]
+        configs = [(tmp_path / folder / "config.json").read_text() for folder in ("x", name)]
+        assert files[0] == files[1] and configs[0] == configs[1]
+
+
+def test_the_latent_projections_of_deepseek_share_a_global_scale(tmp_path) -> None:
+    names = ("q_a_proj", "kv_a_proj_with_mqa")
+    model = nn.ModuleDict({"attention": nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in names})})
+    with torch.no_grad():
+        model["attention"]["q_a_proj"].weight.mul_(3)
+    duotone.export(model, tmp_path / "x", scheme="NVFP4A16")
+    saved = load_file(tmp_path / "x" / "model.safetensors")
+    assert len({saved[f"attention.{name}.weight_global_scale"].item() for name in names}) == 1
+
+
 def test_planes_of_fused_linears_are_refused_encoded_from_masters_or_encoded_twice(tmp_path) -> None:
     model = quantized_model("nvfp4-1d-weight")
     with pytest.raises(duotone.UserError, match=r"^layers.0.q_proj shares its global scale .* masters= [^\n]*$"):
@@ -297,6 +317,8 @@ def test_formats_that_no_server_reads_name_the_nearest(fmt: str, near: str, tmp_
 def test_models_and_arguments_that_cannot_be_exported_are_one_line(tmp_path) -> None:
     cases = {
         "takes a torch.nn.Module": lambda: duotone.export(3, tmp_path / "x"),
+        "export takes the path of a folder; got NoneType": lambda: duotone.export(toy(), None, scheme="MXFP8"),
+        "0 is a OptimizedModule": lambda: export(nn.Sequential(torch.compile(toy())), tmp_path / "x", "MXFP8"),
         "columns are no multiple of 32": lambda: export(nn.Sequential(nn.Linear(40, 8)), tmp_path / "x", "MXFP8"),
         "ignore has 'nothing'": lambda: export(toy(), tmp_path / "x", "MXFP8", ignore=["nothing"]),
         "masters has 'a.weight'": lambda: export(toy(), tmp_path / "x", "MXFP8", masters={"a.weight": torch.zeros(1)}),

@@ -120,7 +120,11 @@ def native(path: str) -> str:
 def options(call: ast.Call, name: str, path: str) -> Iterator[Use]:
     """Options that are refused, or would be with some values."""
     for keyword in call.keywords:
-        rule = _rule(name, keyword.arg or "**", path)
+        if keyword.arg is None:
+            remedy = "the script alone does not show these options; compare them with the page"
+            yield Use(call.lineno, f"{name}(**{ast.unparse(keyword.value)})", DEPENDS, remedy)
+            continue
+        rule = _rule(name, keyword.arg, path)
         if rule is None:
             continue
         is_harmless, remedy = rule

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from glob import escape
 from typing import Any
 
 import torch
@@ -126,10 +127,13 @@ def recipe_from(config: Any) -> RuleRecipe:
     """The recipe of a config of torchao, one of this module, or the name of one. UserError if it has no counterpart."""
     if isinstance(config, str | Enum):
         config = Float8LinearConfig.from_recipe_name(str(getattr(config, "value", config)))
+    absent = next((name for name in Float8LinearConfig.__dataclass_fields__ if not hasattr(config, name)), None)
+    if absent is not None:
+        raise UserError(f"config is {config!r}, without {absent}; give a Float8LinearConfig or the name of one")
     if config.enable_fsdp_float8_all_gather:
         raise UserError(
-            "enable_fsdp_float8_all_gather has no counterpart; call duotone.convert_parameters before fully_shard, "
-            "whose gathers then take planes"
+            "enable_fsdp_float8_all_gather is no part of a recipe; leave it out, and call "
+            "duotone.gather_quantized(model) after the conversion"
         )
     rules = []
     for tensor, (first, second, element) in TENSORS.items():
@@ -167,7 +171,7 @@ def convert_to_float8_training(
         or not (module_filter_fn is None or module_filter_fn(target.module, target.name))
     }
     earlier = [(each, each.recipe, each.rules) for each in excluded.values() if isinstance(each, Planned)]
-    convert(module, recipe, [Rule(module=name, format=formats.IDENTITY.name) for name in sorted(excluded)])
+    convert(module, recipe, [Rule(module=escape(name), format=formats.IDENTITY.name) for name in sorted(excluded)])
     for each, before, rules in earlier:
         each.adopt(before, rules, each.module_name, each.site)
     return module

@@ -23,7 +23,7 @@ from duotone.planned.parametrizations import reads_without_effect
 from duotone.planned.planned import Planned
 from duotone.planned.same_recipes import leave_to_ranks
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
-from duotone.recipes.rules import OUTPUT_HEAD, Rule
+from duotone.recipes.rules import OUTPUT_HEAD, Rule, require_rules
 from duotone.recipes.schedule import Phase, Schedule
 from duotone.state.autocast_context import HIGH_PRECISION
 
@@ -144,9 +144,5 @@ def _validated(model: nn.Module, recipe: RecipeLike, rules: Sequence[Rule], sche
         raise UserError(f"schedule is a duotone.recipes.Schedule; got {type(schedule).__name__}")
     if schedule is not None and schedule.phases[0].recipe != recipe:
         raise UserError(f"recipe {recipe.name} is not what schedule {schedule.title} starts with; give schedule.at(0)")
-    if not isinstance(rules, Sequence):
-        raise UserError(f"rules are a sequence of duotone.recipes.Rule; got {type(rules).__name__}: give () for none")
-    wrong = [rule for rule in rules if not isinstance(rule, Rule)]
-    if wrong:
-        raise UserError(f"rules are duotone.recipes.Rule values; got {type(wrong[0]).__name__}")
+    require_rules(rules)
     return recipe

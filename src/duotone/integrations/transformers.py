@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from duotone.integrations.run_state import (
 from duotone.planned.planned import Planned
 from duotone.planned.same_recipes import require_same_recipes
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
-from duotone.recipes.rules import OUTPUT_HEAD, Rule
+from duotone.recipes.rules import OUTPUT_HEAD, Rule, require_rules
 from duotone.recipes.schedule import Phase, Schedule
 from duotone.serving.exported_weight import ExportReport
 from duotone.serving.exporting import ExportOptions, write_export
+from duotone.serving.selection import unwrapped
 from duotone.serving.stored_tensors import stored_tensors
 from duotone.state.autocast_context import autocast
 from duotone.tensor import QuantizedTensor
@@ -47,6 +49,7 @@ from transformers import (  # noqa: E402
 from transformers.core_model_loading import revert_weight_conversion  # noqa: E402
 from transformers.quantizers.auto import register_quantization_config, register_quantizer  # noqa: E402
 from transformers.quantizers.base import HfQuantizer  # noqa: E402
+from transformers.trainer import TRAINER_STATE_NAME  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
 from duotone.integrations import transformers_attention  # noqa: E402, F401  # registers attn_implementation="duotone"
@@ -75,6 +78,7 @@ class DuotoneConfig(QuantizationConfigMixin):
     ) -> None:
         self.quant_method = quant_method  # type: ignore[assignment]
         self.recipe = as_recipe("DuotoneConfig", recipe)
+        require_rules(rules)
         self.rules = tuple(rules)
         self.quantize_parameters = quantize_parameters
 
@@ -116,7 +120,7 @@ class DuotoneQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The weights, and the seeds and scales as metadata of the file."""
-        metadata = {KEY: packed_state(model), f"{KEY}_recipe": self.quantization_config.recipe.name}
+        metadata = {KEY: packed_state(model), f"{KEY}_recipe": recipe_names(model)}
         return model.state_dict(), metadata
 
     def _dequantize(self, model: nn.Module, dtype: object = None) -> nn.Module:
@@ -152,6 +156,9 @@ class DuotoneCallback(TrainerCallback):
         schedule: Schedule | None = None,
         report: str | Path | None = None,
     ) -> None:
+        require_rules(rules)
+        if report is not None and not Path(report).absolute().parent.is_dir():
+            raise UserError(f"report is {str(report)!r}, in a folder that is not there; create the folder first")
         self.report = report
         self.recipe = None if recipe is None else as_recipe("DuotoneCallback", recipe)
         self.rules, self.schedule = tuple(rules), schedule
@@ -221,10 +228,16 @@ class DuotoneCallback(TrainerCallback):
         if saved is not None and quantized_parameters(model) and state.is_world_process_zero and file.parent.is_dir():
             save_planes(model, file, saved)
 
-    def on_train_end(self, args: object, state: TrainerState, control: object, model: nn.Module, **_: object) -> None:
-        """Leave the model under its last recipe, and write the report."""
+    def on_train_end(self, args: Any, state: TrainerState, control: object, model: nn.Module, **_: object) -> None:
+        """Leave the model under its last recipe, and write the report. The best model gets its seeds and scales."""
         for hook in self.hooks:
             hook.remove()
+        best = Path(state.best_model_checkpoint or "")
+        if args.load_best_model_at_end and (best / TRAINER_STATE_NAME).is_file():
+            callbacks: Any = TrainerState.load_from_json(str(best / TRAINER_STATE_NAME)).stateful_callbacks
+            if (saved := callbacks.get(KEY)) is not None:
+                load_packed_state(model, saved)
+                load_planes(model, [best / PLANES], saved)
         if self.schedule is not None:
             _follow_alone(model, self.schedule.phase(self.step).recipe)
         if self.report is not None and state.is_world_process_zero:
@@ -272,6 +285,10 @@ def export(model: PreTrainedModel, path: str | Path, **options: Any) -> ExportRe
 
     UserError for a model whose layout joins several of its tensors.
     """
+    model = unwrapped(model)  # type: ignore[assignment]
+    unknown = options.keys() - {field.name for field in fields(ExportOptions)}
+    if unknown:
+        raise UserError(f"export has no argument {min(unknown)!r}; its arguments are those of duotone.export")
 
     def names(name: str, tensor: Tensor) -> dict[str, Tensor]:
         return revert_weight_conversion(model, {name: tensor})
@@ -282,4 +299,4 @@ def export(model: PreTrainedModel, path: str | Path, **options: Any) -> ExportRe
     if whole != pieces:
         odd = min(whole.keys() ^ pieces.keys() or whole)
         raise UserError(f"the layout of {type(model).__name__} makes {odd} of several tensors; use duotone.export")
-    return write_export(model, Path(path), ExportOptions(**options), names)
+    return write_export(model, path, ExportOptions(**options), names)

@@ -51,6 +51,6 @@ class TrainConfig:
 def require_device(name: str) -> None:
     """UserError unless this machine can train on the device `name`, "cpu" or "cuda"."""
     if name not in ("cpu", "cuda"):
-        raise UserError(f"unknown device {name!r}: choose cpu or cuda")
+        raise UserError(f"unknown device {name!r}: choose cpu or cuda; duotone plan takes other GPUs as --arch")
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("no CUDA device is available here: choose --device cpu, or install a CUDA build of torch")

@@ -132,7 +132,8 @@ def _unknown(name: str, path: Path) -> RecipeError:
     if path.suffix in (".yaml", ".yml") or os.path.exists(path):
         return RecipeError(one_line(f"recipe file {path} is neither .toml nor .json: write it as one of these"))
     allowed = [*names(), *schedule_names()]
-    near = difflib.get_close_matches(name[:80].lower(), allowed, n=1, cutoff=0.4)
+    begun = [each for each in allowed if each.startswith(name[:80].lower())]
+    near = begun or difflib.get_close_matches(name[:80].lower(), allowed, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
     return RecipeError(
         f"recipe {name[:80]!r} is unknown; {hint}allowed are {', '.join(allowed)}, or a .toml or .json file"

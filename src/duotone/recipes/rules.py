@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from duotone import formats
-from duotone.errors import RecipeError, shown_fields
+from duotone.errors import RecipeError, UserError, shown_fields
 from duotone.recipes.conditions import check_layer, check_module_type, check_size, expression, glob, is_layer, is_size
 from duotone.recipes.limits import BASES, RULES, Table, check_number, check_text, check_title
 from duotone.recipes.recipe import Recipe, as_recipe, one_of, plain
@@ -261,6 +261,15 @@ class RuleRecipe(Recipe):
             head["delayed"] = {key: value for key, value in values.items() if value is not None}
         rules = [rule.to_dict() for rule in self.rules]
         return {**{key: value for key, value in head.items() if value is not None}, "rules": rules}
+
+
+def require_rules(rules: Sequence[Rule]) -> None:
+    """UserError unless this is a sequence of rules."""
+    if not isinstance(rules, Sequence):
+        raise UserError(f"rules are a sequence of duotone.recipes.Rule; got {type(rules).__name__}: give () for none")
+    wrong = [rule for rule in rules if not isinstance(rule, Rule)]
+    if wrong:
+        raise UserError(f"rules are duotone.recipes.Rule values; got {type(wrong[0]).__name__}")
 
 
 def first_match(

@@ -195,6 +195,7 @@ class Error:
 
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
+FUSED += (("q_a_proj", "kv_a_proj_with_mqa"),)  # of DeepSeek
 """Names of linears of one module that servers multiply as one matrix, which has one global scale."""
 
 

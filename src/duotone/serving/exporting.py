@@ -17,9 +17,16 @@ from duotone.dispatch.stages import uncompiled
 from duotone.errors import UserError
 from duotone.modules import LayerNormLinear
 from duotone.serving.exported_weight import ExportedWeight, ExportReport, ExportRow, share_global_scales
-from duotone.serving.folder import CONFIG, NOTES, Item, Note, write_folder
+from duotone.serving.folder import CONFIG, NOTES, Item, Note, as_path, write_folder
 from duotone.serving.schemes import BF16, Scheme, get_scheme
-from duotone.serving.selection import Weights, refuse_arguments, refuse_model, scheme_of_recipe, selected_weights
+from duotone.serving.selection import (
+    Weights,
+    refuse_arguments,
+    refuse_model,
+    scheme_of_recipe,
+    selected_weights,
+    unwrapped,
+)
 from duotone.serving.stored_tensors import (
     ExportedExperts,
     PlainTensor,
@@ -60,7 +67,7 @@ def export(
     next export of the same values continues after the last whole shard. A UserError comes before anything is written.
     """
     options = ExportOptions(scheme, ignore, masters, calibrate, allow_requantize, max_shard_bytes)
-    return write_export(model, Path(path), options)
+    return write_export(model, path, options)
 
 
 @dataclass(frozen=True)
@@ -75,9 +82,13 @@ class ExportOptions:
     max_shard_bytes: int = 5 * 2**30
 
 
-def write_export(model: nn.Module, path: Path, options: ExportOptions, names: StoredNames = own_name) -> ExportReport:
+def write_export(
+    model: nn.Module, path: str | Path, options: ExportOptions, names: StoredNames = own_name
+) -> ExportReport:
     """`export`, in the layout of `names`."""
+    path = as_path("export", path)
     require_model("export", model)
+    model = unwrapped(model)
     refuse_model(model)
     scheme = scheme_of_recipe(model) if options.scheme is None else get_scheme(options.scheme)
     masters = {} if options.masters is None else options.masters

@@ -107,8 +107,22 @@ def scheme_of_recipe(model: nn.Module) -> Scheme | None:
     return next((scheme_for(fmt) for fmt in formats if fmt is not None and fmt.name == most), None)
 
 
+WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module", "DataParallel": "module"}
+"""Classes of torch that put a name before the names of the module that they hold."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of wrappers, whose names servers do not know."""
+    while (child := WRAPPERS.get(type(model).__name__)) is not None:
+        model = model.get_submodule(child)
+    return model
+
+
 def refuse_model(model: nn.Module) -> None:
-    """UserError for a model with adapters, or with tensors that are sharded or on meta."""
+    """UserError for a model with adapters or wrapped parts, or with tensors that are sharded or on meta."""
+    for name, module in model.named_modules():
+        if type(module).__name__ in WRAPPERS:
+            raise UserError(f"{name} is a {type(module).__name__}, whose names no server knows; export it unwrapped")
     for name in adapters(model):
         raise UserError(f"{name} is a low-rank adapter; merge the adapters into the model, then export it")
     for name, tensor in model.state_dict(keep_vars=True).items():
