@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41523
+LIBRARY_LINES = 41542
 TOOL_LINES = 7979
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -42,8 +42,8 @@ BUDGETS = {
     "observe": (2332, 6, 0),
     "ops": (1471, 0, 0),
     "optim": (896, 3, 0),
-    "package": (354, 1, 0),
-    "pipeline": (1680, 15, 0),
+    "package": (369, 1, 0),
+    "pipeline": (1684, 15, 0),
     "planned": (3684, 17, 1),
     "recipes": (2028, 6, 0),
     "report": (1745, 0, 0),

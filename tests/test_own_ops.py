@@ -37,6 +37,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "rotate": (torch.randn(4, 32).bfloat16(),),
     "random_bytes": (SEED.clone(), 5, 32, 0),
     "linear": (torch.randn(5, 16), torch.randn(16, 7).t(), torch.randn(7)),
+    "as_of_now": (torch.randn(5, 16).t(),),
     "cast_after": (torch.randn(5, 16).t(), torch.randn(7, 16).bfloat16()),
     "mm_fp32": (torch.randn(5, 16).bfloat16(), torch.randn(7, 16).bfloat16()),
 }

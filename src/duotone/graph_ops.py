@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 STATEFUL = (torch.Tag.nondeterministic_seeded, *filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 """Tags of ops that read or change state outside of the graph. No pass merges them, and no CUDA graph replays them."""
@@ -30,3 +31,17 @@ def define_op(
     for device in devices:
         _LIBRARY.impl(name, kernel, device)
     torch.library.register_fake(f"duotone::{name}", shapes, lib=_LIBRARY)
+
+
+def _as_of_now(x: Tensor) -> Tensor:
+    torch._sync(x)  # type: ignore[attr-defined]
+    return torch._to_functional_tensor(torch._from_functional_tensor(x))  # type: ignore[attr-defined]
+
+
+define_op("as_of_now(Tensor x) -> Tensor", torch.clone, lambda x: x.new_empty_strided(x.shape, x.stride()))
+_LIBRARY.impl("as_of_now", _as_of_now, "Functionalize")
+"""In a trace: x, without writes that follow. A graph without writes, which compilers get, has no node for it.
+
+An autograd.Function saves tensors through it. In eager code autograd sees that saved tensors were written, but not in
+a trace.
+"""

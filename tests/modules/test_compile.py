@@ -125,6 +125,28 @@ def test_what_a_compiled_backward_encodes_again_has_the_bits_of_forward(name: st
     assert plans and all(plan.input.backward is REENCODE_IN_GRAPH for plan in plans)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", ["bf16", "high precision in backward", "norm"])
+def test_gradients_are_those_of_what_a_module_read_before_it_was_written(kind: str, backend: str) -> None:
+    """torch's check of versions does not reach an autograd.Function in a graph. Eager code is refused."""
+    override = recipes.MXFP8BlockScaling(backward_override="high_precision")
+    recipe = override if kind == "high precision in backward" else recipes.load("bf16")
+    m = duotone.LayerNormMLP(64, 64, recipe=recipe) if kind == "norm" else duotone.Linear(64, 64, recipe=recipe)
+
+    def call(writes: bool, x: Tensor) -> Tensor:
+        h = x * 2
+        y = m(h)
+        return h.add_(y) if writes else h + y
+
+    x, dy = torch.randn(32, 64), torch.randn(32, 64)
+    want = step(partial(call, False), m, x, dy)
+    with pytest.raises(RuntimeError, match=r"modified .*inplace"):
+        step(partial(call, True), m, x, dy)
+    result = step(torch.compile(partial(call, True), fullgraph=True, backend=backend), m, x, dy)
+    for one, other in zip(result, want, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_model_in_fp32_gets_its_gradients(bias: bool) -> None:
     """torch 2.11 gives zeros where a function returns one tensor twice, as a cast to its own dtype makes it do."""

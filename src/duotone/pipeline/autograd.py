@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
+from duotone import graph_ops  # noqa: F401  # defines as_of_now
 from duotone.errors import UserError
 from duotone.pipeline.stage import Gradients, Saved, Stages
 from duotone.state.frames import FORWARD
@@ -29,6 +30,7 @@ Shells = list[list[Any]]
 (DEFERRED, make, number of tensors) of a deferred plane. None and tuples of one element stand for themselves."""
 
 TENSOR, DEFERRED = "tensor", "deferred"
+as_of_now = torch.ops.duotone.as_of_now
 is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
 are_transforms_active = torch._C._are_functorch_transforms_active
 
@@ -82,6 +84,8 @@ class PipelineFunction(torch.autograd.Function):
             ctx.materialize_grads = bool(outputs)  # y alone nearly always has a gradient
             saved.append(backward.again.save(x, operands, outputs))
         ctx.shells, tensors = pack(saved)
+        if backward.again is None:
+            tensors = [t if t is None or isinstance(t, QuantizedTensor) else as_of_now(t) for t in tensors]
         ctx.save_for_backward(*tensors)  # type: ignore[arg-type]  # None is allowed
         return (y, *outputs) if outputs else y
 
