@@ -358,6 +358,51 @@ def test_another_model_that_is_loaded_after_the_optimizer_becomes_the_master() -
         assert torch.equal(p.detach().float(), values)
 
 
+def test_what_is_loaded_after_a_copy_of_the_optimizer_becomes_the_master() -> None:
+    for p in both_kinds():
+        optimizer = AdamW([p], lr=0.0, master_weights=True)
+        step(optimizer, 0)
+        module, other = copy.deepcopy((nn.ParameterList([p]), optimizer))
+        x = torch.randn(p.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+        with torch.no_grad():
+            module[0].copy_(x)
+        values = module[0].dequantize(torch.float32) if hasattr(p, "planes") else x.float()
+        step(other, 1)
+        assert torch.equal(module[0].detach().float(), values)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("before", ["mxfp8", "bf16"])
+def test_what_is_loaded_around_a_conversion_becomes_the_master(before: str, order: int) -> None:
+    m = duotone.Linear(32, 32, bias=False, params_dtype=torch.bfloat16, recipe=before)
+    m = duotone.convert_parameters(m, before)
+    optimizer = AdamW(m.parameters(), lr=0.0, weight_decay=0.0, master_weights=True)
+    step(optimizer, 0)
+    x = torch.randn(32, 32).bfloat16()
+    changes = [
+        lambda: duotone.convert_parameters(m, "fp8-current"),
+        lambda: m.load_state_dict({"weight": x}, strict=False),
+    ]
+    for change in changes[::order]:
+        change()
+    values = m.weight.dequantize(torch.float32)
+    step(optimizer, 1)
+    assert torch.equal(optimizer.state[m.weight]["master"], values)
+    duotone.convert_parameters(duotone.convert_parameters(m, "fp8-block"), "mxfp8")
+    step(optimizer, 2)
+    assert torch.equal(optimizer.state[m.weight]["master"], values)  # nothing was written
+
+
+def test_values_that_data_is_set_to_replace_the_first_ones() -> None:
+    with duotone.quantized_model_init(recipe="mxfp8", preserve_high_precision_init_val=True):
+        m = duotone.Linear(32, 32, bias=False)
+    m.weight.data = torch.full((32, 32), 2.0)
+    optimizer = AdamW(m.parameters(), lr=0.0, weight_decay=0.0)
+    step(optimizer, 0)
+    assert m.weight.get_high_precision_init_val() is None
+    assert torch.equal(optimizer.state[m.weight]["master"], torch.full((32, 32), 2.0))
+
+
 def test_a_loaded_master_counts_alone() -> None:
     """The parameter was not written since, so the master decides what it becomes."""
     for p in both_kinds():

@@ -24,8 +24,9 @@ from duotone.planned.weights import quantized_parameter, replace
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext
-from duotone.tensor.fsdp import shard_context, shard_of
+from duotone.tensor.fsdp import shard_context, shard_of, version_of
 from duotone.tensor.gathers import owners
+from duotone.tensor.plane_tensor import CONVERTED
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -169,8 +170,11 @@ def _publish(conversions: list[Conversion]) -> None:
     try:
         for conversion in conversions:
             if conversion.new is not conversion.old:
+                before = version_of(conversion.old)
+                first, last = vars(conversion.old).get(CONVERTED, (before, before))
                 replace(conversion.old, conversion.new)
                 converted.append(conversion)
+                setattr(conversion.old, CONVERTED, (first if last == before else before, version_of(conversion.old)))
     except UserError:
         for conversion in reversed(converted):
             torch.utils.swap_tensors(conversion.old, conversion.new)

@@ -12,7 +12,8 @@ from duotone.optim.moments import CODES, DTYPES, cuts_blocks
 from duotone.optim.update import Group, Saved
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import FixedScale
-from duotone.tensor.fsdp import shard_of
+from duotone.tensor.fsdp import shard_of, version_of
+from duotone.tensor.plane_tensor import CONVERTED
 
 
 def needs_master(parameter: Tensor, group: Group) -> bool:
@@ -79,8 +80,7 @@ class Mark(NamedTuple):
     @staticmethod
     def of(parameter: Tensor, *, is_load: bool = False) -> "Mark":
         """The mark of the present state of a parameter."""
-        codes, fmt = shard_of(parameter), None
-        version = parameter._version if codes is parameter else parameter._version + codes._version
+        codes, fmt, version = shard_of(parameter), None, version_of(parameter)
         if isinstance(codes, QuantizedTensor):
             plane = codes.planes.rowwise or codes.planes.columnwise
             if plane is not None:
@@ -95,16 +95,19 @@ def adopt_writes(parameter: Tensor, master: Tensor, mark: Mark) -> None:
     - A new version shows that the parameter was written.
     - After a move to other memory, after a load, and beside pieces of one weight, which share a version, it may have
       been written or not. Then the master takes the elements that differ from its rounded values.
-    - A parameter that was converted to another format keeps its master.
+    - A parameter that was converted to another format, and not written, keeps its master.
     """
     now = Mark.of(parameter)
     is_moved = now.memory != mark.memory or now.offset != mark.offset
     if not is_moved and now.version == mark.version:
         return
-    parameter = shard_of(parameter)
+    versions, parameter = vars(parameter).get(CONVERTED), shard_of(parameter)
+    if now.format != mark.format and versions == (mark.version, now.version):
+        return
     values = values_of(parameter)
-    if is_moved or mark.is_load or parameter.untyped_storage().nbytes() > parameter.nbytes:
-        expected = _rounded(parameter, master, mark.dtype) if now.format == mark.format else None
+    is_alike = now.format == mark.format
+    if is_alike and (is_moved or mark.is_load or parameter.untyped_storage().nbytes() > parameter.nbytes):
+        expected = _rounded(parameter, master, mark.dtype)
         if expected is None:
             return
         values = torch.where(values == expected, master, values)

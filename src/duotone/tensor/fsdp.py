@@ -105,6 +105,12 @@ def shard_of(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)  # `to_local` may return another view
 
 
+def version_of(tensor: Tensor) -> int:
+    """A number that each write raises, to the tensor or to this rank's shard of it."""
+    shard = shard_of(tensor)
+    return tensor._version if shard is tensor else tensor._version + shard._version
+
+
 def link_shards(parameters: Iterable[Tensor | None]) -> None:
     """Link quantized shards among these parameters to their other shards: all later writes agree on scales.
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INIT_VALUE = "_high_precision_init_val"
+CONVERTED = "_versions_of_conversion"
+"""Of a parameter: its version before it was converted to another format, and after."""
 SIDES = ("rowwise", "columnwise")
 ENTRY = "_values_by_address"
 """Marks an entry of a state_dict. It holds a copy of the values as soon as their address was asked for."""

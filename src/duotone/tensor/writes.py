@@ -180,6 +180,7 @@ class Writes(PlaneTensor):
         """
         adopted = new if isinstance(new, PlaneTensor) and new.formats == self.formats else self._quantized(new)
         torch.Tensor.data.__set__(self, adopted)  # type: ignore[attr-defined]
+        self.clear_high_precision_init_val()
         self._rowwise, self._columnwise = adopted.planes
         self.quantizer, self.is_piece = adopted.quantizer, adopted.is_piece
 
