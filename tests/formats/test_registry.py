@@ -11,7 +11,7 @@ from families import make
 from duotone import formats
 from duotone.errors import UserError
 from duotone.formats import Epilogue, registry
-from duotone.formats.elements import E2M1, E3M2, E4M3, Element
+from duotone.formats.elements import E2M1, E3M2, E4M3, E5M2, Element
 from duotone.formats.format import Format
 from duotone.formats.geometry import Block
 from duotone.formats.scaled_format import ScaledFormat
@@ -25,6 +25,20 @@ def rows() -> Iterator[None]:
     yield
     registry._FORMATS.clear()
     registry._FORMATS.update(before)
+
+
+def test_names_in_graphs_tell_formats_of_one_name_apart() -> None:
+    """torch keeps graphs on disk, and a user may change a format between two runs."""
+    node_names = []
+    for element in (E4M3, E5M2, E4M3):
+        fmt = ScaledFormat("registry_in_graphs", element, Block(1, 32), E8M0Scale())
+        node_names.append(registry._marked(fmt).node_name)
+    assert node_names[0] == node_names[2] != node_names[1]
+
+    class OfUser(ScaledFormat):
+        """Of a user, who may change its code."""
+
+    assert registry._marked(OfUser("registry_own", E4M3, Block(1, 32), E8M0Scale())).node_name == ""
 
 
 def test_every_name_of_the_specification_is_registered() -> None:

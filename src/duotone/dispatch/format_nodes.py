@@ -16,11 +16,11 @@ from duotone.graph_ops import define_op
 
 
 def in_trace(fmt: Format) -> "Format | Node":
-    """The format, or its node. A node names its format, so `get` has to find it.
+    """The format, or its node. A node names its format, so `get` has to find it. Code that is not ours has no node.
 
     No node for torch.export, whose programs show the stages. None in high precision: no op may return an alias.
     """
-    is_node = fmt.is_registered and fmt.epilogue is not Epilogue.HIGH_PRECISION
+    is_node = bool(fmt.node_name) and fmt.epilogue is not Epilogue.HIGH_PRECISION
     return Node(fmt) if is_node and not torch.compiler._is_exporting_flag else fmt
 
 
@@ -45,21 +45,26 @@ class Node(NamedTuple):
         if shard is not None:
             return fmt.encode(x, scale=scale, seed=seed, plane=plane, shard=shard, stages=stages, propagate=propagate)
         seed = philox.as_seed(seed, x.device) if fmt.is_stochastic and seed is not None else None
-        return _named(fmt, torch.ops.duotone.encode(x, fmt.name, plane, propagate, scale, seed))
+        return _named(fmt, torch.ops.duotone.encode(x, fmt.node_name, plane, propagate, scale, seed))
 
     def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages) -> Tensor:
         """`Format.decode`."""
-        return torch.ops.duotone.decode(list(parts.values()), self.format.name, dtype)
+        return torch.ops.duotone.decode(list(parts.values()), self.format.node_name, dtype)
 
     def factors(self, parts: Parts, stages: Stages, values: Tensor | None) -> Factors:
         """`Format.factors`. In a trace no kernel computes `values`."""
-        results: list[Tensor] = torch.ops.duotone.factors(list(parts.values()), self.format.name)
+        results: list[Tensor] = torch.ops.duotone.factors(list(parts.values()), self.format.node_name)
         return Factors(results[0], results[1] if len(results) > 1 else None, abs(self.format.divisor))
 
 
 def _stages(x: Tensor) -> Stages:
     """The stages of a format that a compiler opens."""
     return TRACED if x.device.type == "cpu" else PLAIN
+
+
+def _format(name: str) -> Format:
+    """The format of a node."""
+    return get(name.partition("@")[0])
 
 
 def _named(fmt: Format, parts: list[Tensor]) -> Parts:
@@ -70,18 +75,18 @@ def _encode(
     x: Tensor, name: str, plane: str, propagate: bool, scale: Tensor | None, seed: Tensor | None
 ) -> list[Tensor]:
     stages = _stages(x)
-    parts = get(name).encode(x, scale=scale, seed=seed, plane=plane, stages=stages, propagate=propagate)
+    parts = _format(name).encode(x, scale=scale, seed=seed, plane=plane, stages=stages, propagate=propagate)
     return [*parts.values()]
 
 
 def _decode(parts: list[Tensor], name: str, dtype: torch.dtype) -> Tensor:
-    fmt = get(name)
+    fmt = _format(name)
     return fmt.decode(_named(fmt, parts), dtype, _stages(parts[0]))
 
 
 def _factors(parts: list[Tensor], name: str) -> list[Tensor]:
     """The values, then the epilogue scale if the format has one."""
-    fmt = get(name)
+    fmt = _format(name)
     result = fmt.factors(_named(fmt, parts), _stages(parts[0]))
     return [result.values] if result.epilogue_scale is None else [result.values, result.epilogue_scale]
 

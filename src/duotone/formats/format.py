@@ -49,6 +49,8 @@ class Format:
     """By what the epilogue scale is divided. Complex, because a trace may take floats for inputs."""
     is_registered: bool = False
     """Whether `get(name)` is this format. `register` sets it."""
+    node_name: str = ""
+    """Its name in graphs, which torch may keep on disk: with a digest of what it does. "" if its code is not ours."""
     part_names: tuple[str, ...] = ("codes",)
     """The names of the buffers, in order."""
     stored: tuple[object, ...]

@@ -1,12 +1,15 @@
 """Formats by name: append-only. `catalog.py` holds the rows that ship."""
 
 import difflib
+import hashlib
 
 import torch
 
 from duotone.errors import RecipeError
 from duotone.formats.format import Format
 
+VERSION = 1
+"""To be raised if the bits of a format change: graphs that torch keeps on disk then count no more."""
 _FORMATS: dict[str, Format] = {}
 _VARIANTS: dict[str, Format] = {}
 
@@ -60,5 +63,9 @@ def _variant(stem: str, value: str, name: str) -> Format:
 
 def _marked(fmt: Format) -> Format:
     """The format, which knows now that `get` finds it."""
-    object.__setattr__(fmt, "is_registered", True)  # formats are frozen
+    fields = [fmt, *vars(fmt).values()]
+    is_ours = all(type(each).__module__.split(".")[0] in ("duotone", "torch", "builtins") for each in fields)
+    digest = hashlib.sha256(repr((VERSION, type(fmt), fields[1:])).encode()).hexdigest()[:16]
+    object.__setattr__(fmt, "node_name", f"{fmt.name}@{digest}" if is_ours else "")  # formats are frozen
+    object.__setattr__(fmt, "is_registered", True)
     return fmt
