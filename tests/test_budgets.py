@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41542
+LIBRARY_LINES = 41578
 TOOL_LINES = 7979
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -30,18 +30,18 @@ BUDGETS = {
     "cli": (1548, 2, 0),
     "comm": (202, 1, 1),
     "compat": (3034, 11, 0),
-    "conversion": (2781, 7, 0),
-    "dispatch": (3650, 1, 0),
-    "distributed": (476, 3, 0),
-    "formats": (1529, 0, 0),
+    "conversion": (2785, 7, 0),
+    "dispatch": (3655, 1, 0),
+    "distributed": (482, 3, 0),
+    "formats": (1538, 0, 0),
     "integrations": (792, 13, 0),
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),
-    "linear": (1991, 5, 0),
+    "linear": (1990, 5, 0),
     "modules": (744, 3, 0),
     "observe": (2332, 6, 0),
     "ops": (1471, 0, 0),
-    "optim": (896, 3, 0),
+    "optim": (900, 3, 0),
     "package": (369, 1, 0),
     "pipeline": (1684, 15, 0),
     "planned": (3684, 17, 1),
@@ -49,7 +49,7 @@ BUDGETS = {
     "report": (1745, 0, 0),
     "serving": (1535, 0, 0),
     "state": (2020, 11, 0),
-    "tensor": (3038, 17, 0),
+    "tensor": (3047, 17, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from launching import HERE, folder_of, launch, names
 
-from duotone.distributed import checkpoints, latest, load
+from duotone.distributed import checkpoints, latest, load, save
+from duotone.errors import UserError
 
 WORKER = "checkpoint_worker.py"
 
@@ -42,3 +43,27 @@ def test_states_whose_names_end_alike_stay_apart() -> None:
     }
     states = checkpoints._delayed(tensors, "ranks.0.", together=True)
     assert {key: value.item() for key, value in states.items()} == {"q.scale": 1.0, "delayed.q.scale": 4.0}
+
+
+class Counter(torch.nn.Module):
+    """A module of others, with a state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": 7}
+
+    def set_extra_state(self, state: object) -> None:
+        del state
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # of torch, in one process
+def test_what_a_checkpoint_lacks_is_told(tmp_path) -> None:
+    m = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    save(tmp_path / "x", m)
+    optimizer = torch.optim.AdamW(m.parameters())
+    m(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    with pytest.raises(UserError, match=r"^the checkpoint .* has no optimizer; load it without one$"):
+        load(tmp_path / "x", m, optimizer)
+    assert optimizer.state[m[0].weight]["step"] == 1
+    with pytest.warns(UserWarning, match=r"^1\._extra_state is no tensor, so checkpoints do not hold it"):
+        save(tmp_path / "y", m.append(Counter()))

@@ -1,6 +1,7 @@
 """What a checkpoint of many ranks holds: plain tensors under flat names, cut over the ranks as their parameters are."""
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,10 @@ def model_entries(model: nn.Module, leave_out: Iterable[str]) -> dict[str, Entry
     entries: dict[str, Entry] = {}
     leave_out = set(leave_out)
     for name, value in model.state_dict(keep_vars=True).items():
-        if name in leave_out or not isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
+            warnings.warn(f"{name} is no tensor, so checkpoints do not hold it; save it in `extra`", stacklevel=4)
+            continue
+        if name in leave_out:
             continue
         shard = shard_of(value)
         if isinstance(shard, QuantizedTensor):

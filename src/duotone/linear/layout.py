@@ -46,8 +46,11 @@ class Layout:
         return first, second, third
 
     def stream(self, stream: int, shard: ShardContext | None) -> int:
-        """The number of the random stream of an operand. This rank has a shard of the operand, or all of it."""
-        return stream
+        """The number of the random stream of an operand, of which this rank has a shard, or all of it.
+
+        Each rank draws different numbers for its shard. Errors of equal numbers would not average out in sums.
+        """
+        return stream if shard is None else stream + group_rank(self.group) * STREAMS
 
     def gather_input(self, plane: Plane, dim: int) -> Plane:
         """The input of the product from this rank's plane, whose `dim` holds the rows of the activation."""
@@ -143,10 +146,6 @@ class Sharded(Layout):
     def bias_in_product(self, bias: Tensor | None) -> Tensor | None:
         """The first rank alone adds the bias if outputs are summed over the ranks."""
         return bias if self.weight_dim != 1 or group_rank(self.group) == 0 else None
-
-    def stream(self, stream: int, shard: ShardContext | None) -> int:
-        """Each rank draws different numbers for its shard. Errors of equal numbers would not average out in sums."""
-        return stream if shard is None else stream + group_rank(self.group) * STREAMS
 
 
 @dataclass(frozen=True)
