@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41578
+LIBRARY_LINES = 41589
 TOOL_LINES = 7979
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -44,7 +44,7 @@ BUDGETS = {
     "optim": (900, 3, 0),
     "package": (369, 1, 0),
     "pipeline": (1684, 15, 0),
-    "planned": (3684, 17, 1),
+    "planned": (3695, 17, 2),
     "recipes": (2028, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1535, 0, 0),

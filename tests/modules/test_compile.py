@@ -173,6 +173,22 @@ def test_equal_recipes_that_are_different_objects_do_not_recompile() -> None:
     assert counter.frame_count == 2
 
 
+@pytest.mark.parametrize("kind", ["new", "copy"])
+def test_later_models_share_the_graphs_of_regions_around_earlier_ones(kind: str) -> None:
+    """Under a recipe that is not their own; Dynamo gives up after 8 graphs."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    first = duotone.convert(TwoLayers().bfloat16(), recipes.load("bf16"), ())
+    x = torch.randn(32, 64).bfloat16()
+    for _ in range(3):
+        other = copy.deepcopy(first) if kind == "copy" else TwoLayers().bfloat16()
+        m = duotone.convert(other, recipes.load("bf16"), ()) if kind == "new" else other
+        for name in ("fp8-current", "mxfp8"):
+            with duotone.autocast(recipe=name):
+                torch.compile(m, backend=counter, fullgraph=True)(x)
+    assert counter.frame_count == 2
+
+
 def test_a_delayed_region_around_compiled_code_rolls_once_at_its_end() -> None:
     recipe = recipes.DelayedScaling(amax_history_len=4)
     eager = duotone.convert(TwoLayers().bfloat16(), recipe)

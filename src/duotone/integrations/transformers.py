@@ -49,14 +49,14 @@ from transformers import (  # noqa: E402
 from transformers.core_model_loading import revert_weight_conversion  # noqa: E402
 from transformers.quantizers.auto import register_quantization_config, register_quantizer  # noqa: E402
 from transformers.quantizers.base import HfQuantizer  # noqa: E402
-from transformers.trainer import TRAINER_STATE_NAME  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
 from duotone.integrations import transformers_attention  # noqa: E402, F401  # registers attn_implementation="duotone"
 from duotone.integrations.transformers_parallel import follow_plans  # noqa: E402
 
 METHOD = "duotone"
-PLANES = "duotone_planes.pt"
+PLANES, TRAINER_STATE = "duotone_planes.pt", "trainer_state.json"
+"""Files beside a checkpoint: ours, and that of Trainer."""
 
 
 class DuotoneConfig(QuantizationConfigMixin):
@@ -233,8 +233,8 @@ class DuotoneCallback(TrainerCallback):
         for hook in self.hooks:
             hook.remove()
         best = Path(state.best_model_checkpoint or "")
-        if args.load_best_model_at_end and (best / TRAINER_STATE_NAME).is_file():
-            callbacks: Any = TrainerState.load_from_json(str(best / TRAINER_STATE_NAME)).stateful_callbacks
+        if args.load_best_model_at_end and (best / TRAINER_STATE).is_file():
+            callbacks: Any = TrainerState.load_from_json(str(best / TRAINER_STATE)).stateful_callbacks
             if (saved := callbacks.get(KEY)) is not None:
                 load_packed_state(model, saved)
                 load_planes(model, [best / PLANES], saved)

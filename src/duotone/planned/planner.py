@@ -84,6 +84,7 @@ class Planner:
         """Groups of ranks, with the formats on which all ranks agreed."""
         self.region = CallRegion()
         self.forget_stages()
+        traced_stages.answer_as_others(self)
 
     def require_same_formats(self, quantizers: tuple[Quantizer, ...], device: str, group: str) -> None:
         """UserError on all ranks of the group if their formats differ. They compare once, before they communicate."""

@@ -106,12 +106,14 @@ _OWNERS: Numbered[OwnsSlots] = Numbered()
 _ALIKE: "dict[str, weakref.WeakSet[Planner]]" = {}
 """Planners by the content of their modules."""
 
+_ASKED: dict[str, dict[str, None]] = {}
+"""For each content: the keys of the recipes that graphs asked."""
+
 _CONTENTS: dict[Hashable, str] = {}
 """Names of contents. They stay, so that a later model of the same kind finds the graphs of an earlier one."""
 
 _ANSWERS: "weakref.WeakValueDictionary[Hashable, Answers]" = weakref.WeakValueDictionary()
 _ANSWER_NUMBERS = itertools.count(1)
-
 
 PLANS = ByName()
 """Stages of traced calls."""
@@ -193,10 +195,7 @@ def planner_of(handle: Tensor) -> "Planner":
 
 @dataclass(frozen=True)
 class TracedSlot(Slot):
-    """The delayed slot of one plane in a plan of `PLANS`, for the module whose number `handle` holds.
-
-    The op finds the slot of that module, so eager and compiled code record alike.
-    """
+    """The delayed slot of a plane in a plan of `PLANS`. The op finds that of the module whose number `handle` holds."""
 
     plan: str
     member: int
@@ -303,14 +302,25 @@ def ask(config: str, recipe: str) -> bool:
     again when that one is called.
     """
     keep_for_graphs(recipe)
-    answers = []
-    for planner in list(_ALIKE[config]):
-        try:
-            answers.append(planner.answer(recipe_of(recipe)))
-        except Exception:  # the user's function may raise anything
-            setattr(planner.answered, recipe, f"{recipe}_{planner.number}")
+    _ASKED.setdefault(config, {})[recipe] = None
+    answers = [answer(planner, recipe) for planner in list(_ALIKE[config])]
     _warn_of_identities([each for each in answers if isinstance(each, Answers)])
     return True
+
+
+def answer_as_others(planner: "Planner") -> None:
+    """Ask the recipes that graphs asked for modules of its content: the graphs serve a later module, too."""
+    drop_dead(_ASKED.setdefault(planner.config, {}))
+    for recipe in list(_ASKED[planner.config]):
+        answer(planner, recipe)
+
+
+def answer(planner: "Planner", recipe: str) -> object:
+    """`Planner.answer`. A planner for which that fails has an answer of its own."""
+    try:
+        return planner.answer(recipe_of(recipe))
+    except Exception:  # the user's function may raise anything
+        return setattr(planner.answered, recipe, f"{recipe}_{planner.number}")
 
 
 @constant_in_traces
