@@ -106,9 +106,8 @@ def shard_of(tensor: Tensor) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> int:
-    """A number that each write raises, to the tensor or to this rank's shard of it."""
-    shard = shard_of(tensor)
-    return tensor._version if shard is tensor else tensor._version + shard._version
+    """A number that each write raises, to the tensor or to this rank's shard of it. Inference tensors count none."""
+    return sum(0 if each.is_inference() else each._version for each in {tensor, shard_of(tensor)})
 
 
 def link_shards(parameters: Iterable[Tensor | None]) -> None:
