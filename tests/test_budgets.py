@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41589
+LIBRARY_LINES = 41588
 TOOL_LINES = 7979
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -42,14 +42,14 @@ BUDGETS = {
     "observe": (2332, 6, 0),
     "ops": (1471, 0, 0),
     "optim": (900, 3, 0),
-    "package": (369, 1, 0),
-    "pipeline": (1684, 15, 0),
-    "planned": (3695, 17, 2),
+    "package": (370, 1, 0),
+    "pipeline": (1683, 15, 0),
+    "planned": (3695, 17, 1),
     "recipes": (2028, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1535, 0, 0),
     "state": (2020, 11, 0),
-    "tensor": (3047, 17, 0),
+    "tensor": (3046, 17, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -89,7 +89,7 @@ ALLOWED = {
     "state.torch_private.CONTEXT_PARALLEL": "holds nothing: guards of graphs read through it what torch has entered",
     "planned.traced_stages.PLANS": GRAPHS,
     "planned.traced_stages._ALIKE": GRAPHS,
-    "planned.traced_stages._ASKED": GRAPHS,
+    "planned.traced_stages._RECIPES": GRAPHS,
     "planned.traced_stages._ANSWERS": GRAPHS,
     "planned.traced_stages._ANSWER_NUMBERS": GRAPHS,
     "planned.traced_stages._CONTENTS": GRAPHS,

@@ -33,13 +33,14 @@ def define_op(
     torch.library.register_fake(f"duotone::{name}", shapes, lib=_LIBRARY)
 
 
-def _as_of_now(x: Tensor) -> Tensor:
+def _functional(x: Tensor) -> Tensor:
     torch._sync(x)  # type: ignore[attr-defined]
     return torch._to_functional_tensor(torch._from_functional_tensor(x))  # type: ignore[attr-defined]
 
 
 define_op("as_of_now(Tensor x) -> Tensor", torch.clone, lambda x: x.new_empty_strided(x.shape, x.stride()))
-_LIBRARY.impl("as_of_now", _as_of_now, "Functionalize")
+_LIBRARY.impl("as_of_now", _functional, "Functionalize")
+as_of_now = torch.ops.duotone.as_of_now
 """In a trace: x, without writes that follow. A graph without writes, which compilers get, has no node for it.
 
 An autograd.Function saves tensors through it. In eager code autograd sees that saved tensors were written, but not in

@@ -540,6 +540,19 @@ def inputs_that_are_dtensors_are_refused(folder: Path) -> None:
 
 
 @check
+def ranks_round_equal_rows_of_a_gradient_with_different_numbers(folder: Path) -> None:
+    """Errors of equal numbers would not average out in sums."""
+    torch.manual_seed(0)
+    m = duotone.Linear(
+        128, 128, bias=False, recipe="nvfp4", parallel_mode="row", tp_group=dist.group.WORLD, sequence_parallel=True
+    )
+    x, dy = torch.randn(128, 64).repeat(2, 1).requires_grad_(), torch.randn(128, 128)
+    m(x).backward(dy)  # the same rows on both ranks
+    first, second = x.grad.chunk(2)  # type: ignore[union-attr]
+    assert not torch.equal(first, second)
+
+
+@check
 def nothing_live_is_pickled(folder: Path) -> None:
     """core 22, 23, 57."""
     x, weight, bias, dy = data()

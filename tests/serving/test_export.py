@@ -318,7 +318,7 @@ def test_models_and_arguments_that_cannot_be_exported_are_one_line(tmp_path) -> 
     cases = {
         "takes a torch.nn.Module": lambda: duotone.export(3, tmp_path / "x"),
         "export takes the path of a folder; got NoneType": lambda: duotone.export(toy(), None, scheme="MXFP8"),
-        "0 is a OptimizedModule": lambda: export(nn.Sequential(torch.compile(toy())), tmp_path / "x", "MXFP8"),
+        "0 is wrapped in OptimizedModule": lambda: export(nn.Sequential(torch.compile(toy())), tmp_path / "x", "MXFP8"),
         "columns are no multiple of 32": lambda: export(nn.Sequential(nn.Linear(40, 8)), tmp_path / "x", "MXFP8"),
         "ignore has 'nothing'": lambda: export(toy(), tmp_path / "x", "MXFP8", ignore=["nothing"]),
         "masters has 'a.weight'": lambda: export(toy(), tmp_path / "x", "MXFP8", masters={"a.weight": torch.zeros(1)}),

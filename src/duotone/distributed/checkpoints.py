@@ -107,9 +107,9 @@ def load(
         of_others = together and key.startswith("ranks.") and ".delayed." in key
         if key.startswith((prefix, "extra.", RECIPE)) or of_others:
             tensors[key] = torch.empty(size, dtype=dtype)
-    if optimizer is not None and not any(key.startswith(f"{GROUP}.") for key in stored):
-        raise UserError(f"the checkpoint {path} has no optimizer; load it without one")
     if optimizer is not None:
+        if not any(key.startswith(f"{GROUP}.") for key in stored):
+            raise UserError(f"the checkpoint {path} has no optimizer; load it without one")
         tensors.update(_empty_optimizer(model, optimizer, stored))
     try:
         dcp.load(tensors, checkpoint_id=path, process_group=group, no_dist=not dist.is_initialized())  # type: ignore

@@ -87,7 +87,7 @@ def _deferred_in_graph(x: Original, planes: Planes, quantizer: Quantizer, ctx: Q
     """A partitioner saves the inputs of ops that fuse with nothing, such as a cast.
 
     So the cast reads a power of 1.0, which fuses with the producer of the tensor. A compiler would drop a copy, or a
-    product with 1. Forward takes the power: a trace does not see that code writes the tensor before backward.
+    product with 1.
     """
     assert isinstance(x, Tensor)
     return DeferredPlane(partial(columnwise, quantizer, ctx.fixed()), (x.pow(1.0),))

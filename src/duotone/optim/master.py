@@ -101,11 +101,11 @@ def adopt_writes(parameter: Tensor, master: Tensor, mark: Mark) -> None:
     is_moved = now.memory != mark.memory or now.offset != mark.offset
     if not is_moved and now.version == mark.version:
         return
-    versions, parameter = vars(parameter).get(CONVERTED), shard_of(parameter)
-    if now.format != mark.format and versions == (mark.version, now.version):
-        return
-    values = values_of(parameter)
     is_alike = now.format == mark.format
+    if not is_alike and vars(parameter).get(CONVERTED) == (mark.version, now.version):
+        return
+    parameter = shard_of(parameter)
+    values = values_of(parameter)
     if is_alike and (is_moved or mark.is_load or parameter.untyped_storage().nbytes() > parameter.nbytes):
         expected = _rounded(parameter, master, mark.dtype)
         if expected is None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
-from duotone import graph_ops  # noqa: F401  # defines as_of_now
 from duotone.errors import UserError
+from duotone.graph_ops import as_of_now
 from duotone.pipeline.stage import Gradients, Saved, Stages
 from duotone.state.frames import FORWARD
 from duotone.state.torch_private import never_compiled
@@ -30,7 +30,6 @@ Shells = list[list[Any]]
 (DEFERRED, make, number of tensors) of a deferred plane. None and tuples of one element stand for themselves."""
 
 TENSOR, DEFERRED = "tensor", "deferred"
-as_of_now = torch.ops.duotone.as_of_now
 is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
 are_transforms_active = torch._C._are_functorch_transforms_active
 

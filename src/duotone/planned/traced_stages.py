@@ -106,8 +106,8 @@ _OWNERS: Numbered[OwnsSlots] = Numbered()
 _ALIKE: "dict[str, weakref.WeakSet[Planner]]" = {}
 """Planners by the content of their modules."""
 
-_ASKED: dict[str, dict[str, None]] = {}
-"""For each content: the keys of the recipes that graphs asked."""
+_RECIPES: dict[str, dict[str, None]] = {}
+"""For each content: the keys of the recipes that its graphs follow."""
 
 _CONTENTS: dict[Hashable, str] = {}
 """Names of contents. They stay, so that a later model of the same kind finds the graphs of an earlier one."""
@@ -302,16 +302,16 @@ def ask(config: str, recipe: str) -> bool:
     again when that one is called.
     """
     keep_for_graphs(recipe)
-    _ASKED.setdefault(config, {})[recipe] = None
+    _RECIPES.setdefault(config, {})[recipe] = None
     answers = [answer(planner, recipe) for planner in list(_ALIKE[config])]
     _warn_of_identities([each for each in answers if isinstance(each, Answers)])
     return True
 
 
 def answer_as_others(planner: "Planner") -> None:
-    """Ask the recipes that graphs asked for modules of its content: the graphs serve a later module, too."""
-    drop_dead(_ASKED.setdefault(planner.config, {}))
-    for recipe in list(_ASKED[planner.config]):
+    """Ask the recipes that graphs of its content follow, so that these graphs serve a later module, too."""
+    drop_dead(_RECIPES.setdefault(planner.config, {}))
+    for recipe in list(_RECIPES[planner.config]):
         answer(planner, recipe)
 
 

@@ -122,7 +122,7 @@ def refuse_model(model: nn.Module) -> None:
     """UserError for a model with adapters or wrapped parts, or with tensors that are sharded or on meta."""
     for name, module in model.named_modules():
         if type(module).__name__ in WRAPPERS:
-            raise UserError(f"{name} is a {type(module).__name__}, whose names no server knows; export it unwrapped")
+            raise UserError(f"{name} is wrapped in {type(module).__name__}, whose names no server knows; unwrap it")
     for name in adapters(model):
         raise UserError(f"{name} is a low-rank adapter; merge the adapters into the model, then export it")
     for name, tensor in model.state_dict(keep_vars=True).items():
