@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41588
+LIBRARY_LINES = 41685
 TOOL_LINES = 7979
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -26,9 +26,9 @@ TESTS = Path(__file__).parent
 BENCH = TESTS.parent / "bench"
 
 BUDGETS = {
-    "attention": (3030, 20, 0),
+    "attention": (3032, 21, 0),
     "cli": (1548, 2, 0),
-    "comm": (202, 1, 1),
+    "comm": (258, 3, 1),
     "compat": (3034, 11, 0),
     "conversion": (2785, 7, 0),
     "dispatch": (3655, 1, 0),
@@ -38,9 +38,9 @@ BUDGETS = {
     "kernels": (5048, 0, 0),
     "lab": (3894, 14, 0),
     "linear": (1990, 5, 0),
-    "modules": (744, 3, 0),
+    "modules": (761, 3, 0),
     "observe": (2332, 6, 0),
-    "ops": (1471, 0, 0),
+    "ops": (1493, 0, 0),
     "optim": (900, 3, 0),
     "package": (370, 1, 0),
     "pipeline": (1683, 15, 0),

@@ -1,5 +1,6 @@
 """Tensor- and sequence-parallel modules on several ranks against the whole module in one process."""
 
+import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 import duotone
 from duotone import recipes
 from duotone.attention import MultiheadAttention, TransformerLayer
+from duotone.comm import all_reduce
 
 HEADS = {"attention_dropout": 0.0, "fuse_qkv_params": True, "num_gqa_groups": 4}
+NORMED = {"output_layernorm": True, "qk_norm_type": "RMSNorm", "normalization": "RMSNorm"}
 COLUMNS, ROWS = ("qkv.weight", "qkv.bias", "fc1.weight", "fc1.bias"), ("proj.weight", "fc2.weight")
 
 
@@ -42,7 +45,7 @@ def near(result: Tensor, want: Tensor, bound: float, what: str) -> None:
 
 
 def compare(build: Callable[..., nn.Module], sequence: bool, bound: float, what: str) -> None:
-    """Outputs, and gradients of the input and of weights that lie over the ranks."""
+    """Outputs, and gradients of the input and of all parameters."""
     whole = build()
     part = build(set_parallel_mode=True, tp_group=dist.group.WORLD, sequence_parallel=sequence)
     part.load_state_dict({key: shard(key, value) for key, value in whole.state_dict().items()})
@@ -54,8 +57,7 @@ def compare(build: Callable[..., nn.Module], sequence: bool, bound: float, what:
     near(out, piece_of_rank(expected, 0) if sequence else expected, bound, f"{what}, output")
     near(leaf.grad, piece_of_rank(x.grad, 0) if sequence else x.grad, bound, f"{what}, gradient of the input")
     for (key, parameter), twin in zip(part.named_parameters(), whole.parameters(), strict=True):
-        if key.endswith((*COLUMNS, *ROWS)) and "bias" not in key:
-            near(parameter.grad, shard(key, twin.grad), bound, f"{what}, gradient of {key}")
+        near(parameter.grad, shard(key, twin.grad), bound, f"{what}, gradient of {key}")
 
 
 def modules(recipe: Any) -> dict[str, Callable[..., nn.Module]]:
@@ -63,6 +65,9 @@ def modules(recipe: Any) -> dict[str, Callable[..., nn.Module]]:
         "LayerNormMLP": partial(duotone.LayerNormMLP, 128, 512, recipe=recipe),
         "MultiheadAttention": partial(MultiheadAttention, 128, 4, input_layernorm=True, recipe=recipe, **HEADS),
         "TransformerLayer": partial(TransformerLayer, 128, 256, 4, hidden_dropout=0.0, recipe=recipe, **HEADS),
+        "TransformerLayer with norms of heads and of the output": partial(
+            TransformerLayer, 128, 256, 4, hidden_dropout=0.0, recipe=recipe, **HEADS, **NORMED
+        ),
     }
 
 
@@ -104,6 +109,28 @@ def a_norm_before_a_column_parallel_linear_gives_the_whole_one(folder: Path) -> 
             bound,
             f"{recipe}, {sequence}, gradient of the weight",
         )
+        for name in ("layer_norm_weight", "layer_norm_bias"):
+            near(
+                getattr(part, name).grad, getattr(whole, name).grad, bound, f"{recipe}, {sequence}, gradient of {name}"
+            )
+
+
+@check
+def compiled_norms_sum_their_gradients_too(folder: Path) -> None:
+    """Copies stay in the group. A norm outside of modules sums if it has a group."""
+    split = {"parallel_mode": "column", "tp_group": dist.group.WORLD, "sequence_parallel": True}
+    part = nn.Sequential(
+        duotone.RMSNorm(128, tp_group=dist.group.WORLD), duotone.LayerNormLinear(128, 256, recipe="mxfp8", **split)
+    )
+    twin = copy.deepcopy(part)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    x = piece_of_rank(torch.randn(128, 128), 0)
+    part(x).square().mean().backward()
+    compiled(x).square().mean().backward()
+    for (name, eager), parameter in zip(part.named_parameters(), twin.parameters(), strict=True):
+        assert parameter.grad.equal(eager.grad), name
+    norm = part[0].weight.grad
+    assert norm.any() and norm.equal(all_reduce(norm, "max", dist.group.WORLD.group_name))
 
 
 if __name__ == "__main__":

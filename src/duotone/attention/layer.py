@@ -76,7 +76,8 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
         self.hidden_dropout, self.drop_path_rate, self.layer_number = hidden_dropout, drop_path_rate, layer_number
         self.layer_type, self.parallel_attention_mlp = layer_type, parallel_attention_mlp
         self.sample_axis = self._checked_axis(attn_input_format)
-        norm = {"params_dtype": params_dtype, "device": device, "zero_centered_gamma": zero_centered_gamma}
+        norm: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
+        norm["zero_centered_gamma"] = zero_centered_gamma
         shared: dict[str, Any] = {**norm, "normalization": normalization, "bias": bias, "init_method": init_method}
         shared |= {"output_layer_init_method": output_layer_init_method, "tp_group": tp_group, "tp_size": tp_size}
         shared |= {"set_parallel_mode": set_parallel_mode, "sequence_parallel": sequence_parallel, "recipe": recipe}
@@ -94,6 +95,7 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
         mlp = {"activation": activation, "activation_params": activation_params, "name": below(name, "layernorm_mlp")}
         mlp |= {"eps": layernorm_epsilon, "split_gate": split_gate}
         self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, **shared, **mlp)
+        norm["tp_group"] = tp_group if set_parallel_mode and sequence_parallel else None
         self.layernorm = NORMS[normalization](hidden_size, eps=layernorm_epsilon, **norm) if output_layernorm else None
 
     def _checked_axis(self, layout: str) -> int | None:

@@ -102,7 +102,7 @@ class MultiheadAttention(InnerBoundaryRoles, FollowsRecipes, ModuleGroup):
         norm["zero_centered_gamma"] = zero_centered_gamma
         norm["return_layernorm_output"] = self.return_layernorm_output = input_layernorm and return_layernorm_output
         self._add_projections(hidden_size, whole, column, norm if input_layernorm else {}, fuse_qkv_params, name)
-        place = {"params_dtype": params_dtype, "device": device}
+        place = {"params_dtype": params_dtype, "device": device, "tp_group": both["tp_group"]}  # ranks have other heads
         self.q_norm, self.k_norm = (head_norm(qk_norm_type, width, qk_norm_eps, **place) for _ in ("query", "key"))
         core: dict[str, Any] = {"attn_mask_type": attn_mask_type, "window_size": window_size, "recipe": recipe}
         core |= {"attention_dropout": attention_dropout, "softmax_scale": softmax_scale, "qkv_format": qkv_format}

@@ -1,4 +1,4 @@
-"""Process groups by name, and the collectives that the library uses, as functions of tensors."""
+"""Process groups by name, the collectives that the library uses, as functions of tensors, and sums of gradients."""
 
 from duotone.comm.collectives import (
     ShardContext,
@@ -11,9 +11,11 @@ from duotone.comm.collectives import (
     reduce_scatter,
     require_same,
 )
+from duotone.comm.gradients import SummedOver
 
 __all__ = [
     "ShardContext",
+    "SummedOver",
     "all_gather",
     "all_reduce",
     "all_to_all",

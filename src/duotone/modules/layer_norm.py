@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from duotone.comm import SummedOver
 from duotone.errors import UserError
 from duotone.modules.fused_module import FusedModule, Output
 from duotone.ops.activation import ActivationOp
@@ -58,6 +59,7 @@ class LayerNormLinear(Linear):
         self.return_layernorm_output = return_layernorm_output
         self._norm = norm = NormOp(self, normalization, eps, zero_centered_gamma, "layer_norm_")
         norm.make_parameters(self.in_features, linear.get("params_dtype"), linear.get("device"))
+        self._sum_gradients()
         self._ops: tuple[Op, ...] = (norm, MakeExtraOutput(), self) if return_layernorm_output else (norm, self)
 
     def forward(
@@ -79,6 +81,16 @@ class LayerNormLinear(Linear):
         y, *normalised = outputs if isinstance(outputs, tuple) else (outputs,)
         bias = [self.bias] if self.return_bias else []
         return (y, *bias, *normalised) if bias or normalised else y
+
+    def set_tensor_parallel_group(self, tp_group: "ProcessGroup | None") -> None:
+        """Communicate in another group from the next forward on."""
+        super().set_tensor_parallel_group(tp_group)
+        self._sum_gradients()
+
+    def _sum_gradients(self) -> None:
+        """With sequence parallelism the norm sees the rows of one rank."""
+        assert self._norm is not None
+        self._norm.gradients = SummedOver(self.layout.group) if self.layout.sequence_parallel else None
 
     def normalised(self, x: Tensor) -> Tensor:
         """What the linear multiplies: x (*lead, in_features) after the norm."""
@@ -163,6 +175,7 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
         self.checkpoint = checkpoint
         self._norm = NormOp(self, normalization, eps, zero_centered_gamma, "layer_norm_")
         self._norm.make_parameters(hidden_size, params_dtype, device)
+        self._norm.gradients = SummedOver.ranks(tp_group if set_parallel_mode and sequence_parallel else None)
         self._head = (self._norm, MakeExtraOutput()) if return_layernorm_output else (self._norm,)
         linear: dict[str, Any] = {"bias": bias, "params_dtype": params_dtype, "device": device, "recipe": recipe}
         linear |= {"tp_group": tp_group if set_parallel_mode else None, "tp_size": tp_size}
@@ -225,6 +238,10 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
         """Tell the linears who consumes the tensors between them."""
         self.fc1.output_quantizer_role = QuantizerRole("linear", "input", fc2)
         self.fc2.grad_input_quantizer_role = QuantizerRole("linear", "grad_output", fc1)
+
+    def set_tensor_parallel_group(self, tp_group: "ProcessGroup") -> None:
+        super().set_tensor_parallel_group(tp_group)
+        self._norm.set_tensor_parallel_group(tp_group)
 
     def reset_parameters(self) -> None:
         """Initialize all parameters again. Parameters on meta are materialized."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from duotone.comm import SummedOver
 from duotone.dispatch.norms import NORMS, L2Kernel, LayerNormKernel, RMSNormKernel, widened
 from duotone.errors import UserError
 from duotone.ops.basic import ProducerStage
@@ -17,6 +18,8 @@ from duotone.planned.split_parameters import tensors_of
 from duotone.planned.weights import materialise
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from duotone.dispatch.cast_ops import TracedProducer
     from duotone.kernels.activations import FusedProducer
     from duotone.pipeline.spread import Spread
@@ -91,6 +94,9 @@ class NormStage(ProducerStage):
 class NormOp(Op):
     """The norm whose parameters are `<prefix>weight` and `<prefix>bias` of a module."""
 
+    gradients: SummedOver | None = None
+    """The sum of the gradients of the parameters, if other ranks have other rows."""
+
     def __init__(self, owner: nn.Module, kind: str, eps: float, zero_centered: bool, prefix: str = "") -> None:
         if kind not in NORMS:
             raise UserError(f"normalization {kind!r} is unknown; allowed are {', '.join(NORMS)}")
@@ -122,6 +128,11 @@ class NormOp(Op):
         if beta is not None:
             nn.init.zeros_(beta)
 
+    def set_tensor_parallel_group(self, tp_group: "ProcessGroup") -> None:
+        """Sum gradients over another group, if this norm sums them."""
+        if self.gradients is not None:
+            self.gradients = SummedOver.ranks(tp_group)
+
     def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
         gamma, beta = self.parameters()
         if gamma is not None and info.width not in (None, gamma.shape[0]):
@@ -143,6 +154,8 @@ class NormOp(Op):
             from duotone.pipeline.spread import replicated  # loads DTensor
 
             gamma, beta = (replicated(t, info.spread, f"a parameter of {self.kind}") for t in (gamma, beta))
+        elif self.gradients is not None and gamma is not None:
+            gamma, beta = self.gradients(gamma, beta) if beta is not None else (*self.gradients(gamma), None)
         dtype = info.dtype
         if gamma is None or gamma.dtype is dtype or self.zero_centered:
             return gamma, beta
@@ -150,7 +163,10 @@ class NormOp(Op):
 
 
 class Norm(Op, nn.Module):
-    """A norm as a module. Arguments after the width are keyword-only."""
+    """A norm as a module. Arguments after the width are keyword-only.
+
+    The ranks of `tp_group` have other rows of one batch: gradients of the parameters are summed over them.
+    """
 
     kind: str
 
@@ -163,6 +179,7 @@ class Norm(Op, nn.Module):
         params_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        tp_group: "ProcessGroup | None" = None,
     ) -> None:
         super().__init__()
         shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
@@ -171,6 +188,11 @@ class Norm(Op, nn.Module):
         self.normalized_shape, self.eps, self.zero_centered_gamma = tuple(shape), eps, zero_centered_gamma
         self._norm = NormOp(self, self.kind, eps, zero_centered_gamma)
         self._norm.make_parameters(shape[0], params_dtype or dtype, device)
+        self._norm.gradients = SummedOver.ranks(tp_group)
+
+    def set_tensor_parallel_group(self, tp_group: "ProcessGroup") -> None:
+        """Sum gradients over another group, if the norm has one."""
+        self._norm.set_tensor_parallel_group(tp_group)
 
     def reset_parameters(self) -> None:
         """Neutral values; parameters on meta come to the default device first."""

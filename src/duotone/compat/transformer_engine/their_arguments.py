@@ -74,9 +74,9 @@ class TakesTheirArguments:
         super().__init__(**counterparts(f"te.{self.title}", named, self.constructor))
         assert isinstance(self, nn.Module)
         self.tp_size = size
-        for name, parameter in self.named_parameters(recurse=False):
-            if "layer_norm" in name or isinstance(self, ops.LayerNorm | ops.RMSNorm):
-                parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]  # who sums its gradient
+        if isinstance(self, ops.LayerNorm | ops.RMSNorm):
+            for parameter in self.parameters():
+                parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]  # the script sums gradients
         replace_classes(self, tracker)
 
     def forward(self, *values: object, **options: object) -> object:
