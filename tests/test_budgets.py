@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41685
-TOOL_LINES = 7979
+LIBRARY_LINES = 41701
+TOOL_LINES = 8013
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -27,16 +27,16 @@ BENCH = TESTS.parent / "bench"
 
 BUDGETS = {
     "attention": (3032, 21, 0),
-    "cli": (1548, 2, 0),
+    "cli": (1572, 2, 0),
     "comm": (258, 3, 1),
     "compat": (3034, 11, 0),
     "conversion": (2785, 7, 0),
     "dispatch": (3655, 1, 0),
-    "distributed": (482, 3, 0),
+    "distributed": (498, 4, 0),
     "formats": (1538, 0, 0),
     "integrations": (792, 13, 0),
     "kernels": (5048, 0, 0),
-    "lab": (3894, 14, 0),
+    "lab": (3904, 14, 0),
     "linear": (1990, 5, 0),
     "modules": (761, 3, 0),
     "observe": (2332, 6, 0),

@@ -69,3 +69,17 @@ def test_a_run_that_loses_a_rank_goes_on_from_its_newest_checkpoint(tmp_path: Pa
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         f"step-{step:08d}" for step in (2, 4, 6)
     ]
+
+
+def test_a_run_over_ranks_resumes_with_its_own_settings_and_to_more_steps(tmp_path: Path) -> None:
+    options = "train --parallel fsdp=2 --preset tiny --recipe fp8-current --batch 4 --steps 1 --out".split()
+    torchrun(LOSES_A_RANK, *options, tmp_path)
+    again = ["train", "--parallel", "fsdp=2", "--resume", "--out", tmp_path]
+    process = torchrun(LOSES_A_RANK, *again, "--steps", "3")
+    assert "resumed from step 1 on" in process.stdout and "learning rates of a run of 1 steps" in process.stderr
+    assert "warning" not in process.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [step for step, _ in result["runs"][0]["train_loss"]] == [1, 2, 3]
+    assert result["runs"][0]["name"] == "fp8-current" and result["settings"]["config"]["preset"]["batch"] == 4
+    with pytest.raises(AssertionError, match="has another recipe: recipe 'fp8-current' there, 'nvfp4' here"):
+        torchrun(LOSES_A_RANK, *again, "--recipe", "nvfp4")

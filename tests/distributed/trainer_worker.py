@@ -33,6 +33,8 @@ CASES = (
     (Parallel(tp=2, ep=WORLD // 2), "moe", "mxfp8"),
 )
 
+HISTORY = {"train_loss": [[1, 0.5], [2, 0.25]], "heldout_loss": []}
+
 
 def on_one_rank(run: Callable[[], list[Any]]) -> list[Any]:
     """What the first rank computes alone, on all ranks."""
@@ -58,7 +60,7 @@ def uninterrupted(folder: Path, case: tuple[Parallel, str, str]) -> tuple[Parall
     config = TrainConfig(presets.get("tiny"), steps=4, device=checks.DEVICE, model=model)
     trainer = ParallelTrainer(parallel, config, recipes.load(recipe), corpus())
     losses = [trainer.step(), trainer.step()]
-    trainer.save(folder / f"{parallel}-{model}-{recipe}", {"train_loss": [[1, 0.5]]})
+    trainer.save(folder / f"{parallel}-{model}-{recipe}", HISTORY)
     return trainer, [*losses, *losses_of(trainer, 2)]
 
 
@@ -146,7 +148,7 @@ def a_resumed_trainer_has_the_bits_of_one_that_went_on(folder: Path) -> None:
         trainer, losses = uninterrupted(folder, case)
         resumed = ParallelTrainer(parallel, trainer.config, recipes.load(recipe), corpus())
         history, _ = resumed.resume(folder / f"{parallel}-{model}-{recipe}" / "step-00000002")
-        assert history == {"train_loss": [[1, 0.5]]} and resumed.completed == 2
+        assert history == HISTORY and resumed.completed == 2
         assert losses_of(resumed, 2) == losses[2:], parallel
         state, want = resumed.optimizer.state(), trainer.optimizer.state()
         assert state.keys() == want.keys()

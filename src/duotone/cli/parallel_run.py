@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -10,16 +10,14 @@ import click
 
 from duotone import distributed
 from duotone.cli import run_display, summary
-from duotone.cli.command_options import Typed
-from duotone.cli.inputs import config_from
 from duotone.cli.interrupt import Interrupt
-from duotone.cli.runs import CHECKPOINTS, Runs
+from duotone.cli.runs import CHECKPOINTS, Runs, tell_length
 from duotone.errors import UserError
 from duotone.lab import comparison, data, document, files, loop
 from duotone.lab.config import TrainConfig
 from duotone.lab.forecast import Parallel
 from duotone.lab.loop import Progress
-from duotone.lab.parallel import ParallelTrainer, agreed, restarts, started
+from duotone.lab.parallel import ParallelTrainer, agreed, restarts, saved_run, started
 from duotone.recipes import Recipe, Schedule
 
 
@@ -37,15 +35,17 @@ def train(
     context: click.Context,
     parallel: str,
     folder: Path,
-    chosen: Recipe | Schedule,
-    typed: Mapping[str, Typed],
+    settings: Callable[..., tuple[Recipe | Schedule, TrainConfig]],
     *,
     force: bool,
     resume: bool,
     every: int,
 ) -> None:
-    """Train on every rank. A restart by torchrun goes on from the newest checkpoint, if there is one."""
-    layout, config = Parallel.parse(parallel), config_from(typed)
+    """Train on every rank. A restart by torchrun goes on from the newest checkpoint, if there is one.
+
+    `settings` gives the recipe and the config, also those of a checkpoint and its path.
+    """
+    layout, (chosen, config) = Parallel.parse(parallel), settings()
     with ranks(layout, config.device) as (first, interrupt):
         newest = distributed.latest(folder / CHECKPOINTS)
         resume = resume or (newest is not None and restarts() > 0)
@@ -55,6 +55,10 @@ def train(
             if newest is not None:
                 raise UserError(f"{folder} holds checkpoints: continue them with --resume, or choose another --out")
             summary.require_none(folder, force)
+        elif newest is not None:
+            saved = saved_run(newest)
+            chosen, config = settings(saved, newest)
+            tell_length(config, saved)
         saving = loop.Saving(folder / CHECKPOINTS, every)
         with files.locked(files.make_folder(folder)) if first else contextlib.nullcontext():
             run, corpus = _trained(layout, config, chosen, newest, saving, lambda: agreed(interrupt()), first)

@@ -101,7 +101,7 @@ def training(
     if not resume:
         _require_no_run(folder)
         summary.require_none(folder, force)
-        chosen, config = make_strict(library.load_any(recipe or "mxfp8"), strict), config_from(typed)
+        chosen, config = settings(recipe, strict, typed)
         trainer = _trainer(config, chosen)
         with files.locked(files.make_folder(folder)):
             files.remove_leftovers(checkpoints, checkpoint.STEP_NAME)
@@ -114,14 +114,33 @@ def training(
         path = checkpoint.latest(checkpoints)
         saved = checkpoint.load(path)
         meta.require_run(saved, path)  # before its config makes a trainer
-        stored = library.any_from_dict(saved.meta["recipe"], where=str(path))
-        chosen = make_strict(library.load_any(recipe) if recipe else stored, strict)
-        trainer = _trainer(config_from(typed, saved.meta["config"]), chosen)
+        chosen, config = settings(recipe, strict, typed, saved, path)
+        trainer = _trainer(config, chosen)
         run = Run(chosen.name, chosen, trainer.config.seed)
         run.resume(trainer, path)
-        if note := trainer.config.length_note(saved.meta["config"]["steps"], trainer.completed):
-            click.echo(note, err=True)
+        tell_length(config, saved)
         yield trainer, run
+
+
+def settings(
+    recipe: str | None,
+    strict: bool,
+    typed: Mapping[str, Typed],
+    saved: checkpoint.Checkpoint | None = None,
+    path: Path = Path(),
+) -> tuple[Recipe | Schedule, TrainConfig]:
+    """The recipe and the config of the options. Where one was not typed it is that of `saved`, else its default."""
+    if saved is None:
+        return make_strict(library.load_any(recipe or "mxfp8"), strict), config_from(typed)
+    stored = library.any_from_dict(saved.meta["recipe"], where=str(path))
+    chosen = make_strict(library.load_any(recipe) if recipe else stored, strict)
+    return chosen, config_from(typed, saved.meta["config"])
+
+
+def tell_length(config: TrainConfig, saved: checkpoint.Checkpoint) -> None:
+    """Print what another number of steps changes."""
+    if note := config.length_note(saved.meta["config"]["steps"], saved.step):
+        click.echo(note, err=True)
 
 
 def _trainer(config: TrainConfig, chosen: Recipe | Schedule) -> Trainer:

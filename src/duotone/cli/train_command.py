@@ -1,6 +1,7 @@
 """`duotone train`: one recipe, with checkpoints that a later call continues bit for bit."""
 
 import shlex
+from functools import partial
 from pathlib import Path
 
 import click
@@ -43,11 +44,11 @@ def train(
 
     folder = Path(out or "runs/train")
     if parallel is not None:
-        from duotone import recipes
-        from duotone.cli import inputs, parallel_run
+        from duotone.cli import parallel_run
 
-        chosen = inputs.make_strict(recipes.load_any(recipe or "mxfp8"), strict)
-        parallel_run.train(context, parallel, folder, chosen, typed, force=force, resume=resume, every=save_every)
+        choose = partial(runs.settings, recipe, strict, typed)
+        choose()  # bad input is an error before the ranks meet
+        parallel_run.train(context, parallel, folder, choose, force=force, resume=resume, every=save_every)
         return
     with runs.training(folder, recipe, strict, typed, resume=resume, force=force) as (trainer, run):
         if trainer.completed == trainer.config.steps:

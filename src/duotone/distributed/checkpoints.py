@@ -111,10 +111,7 @@ def load(
         if not any(key.startswith(f"{GROUP}.") for key in stored):
             raise UserError(f"the checkpoint {path} has no optimizer; load it without one")
         tensors.update(_empty_optimizer(model, optimizer, stored))
-    try:
-        dcp.load(tensors, checkpoint_id=path, process_group=group, no_dist=not dist.is_initialized())  # type: ignore
-    except (CheckpointException, OSError, RuntimeError, EOFError) as error:
-        raise UserError(f"the checkpoint {path} is damaged: {_first_cause(error)}; load an earlier one") from None
+    _read(path, tensors, process_group=group, no_dist=not dist.is_initialized())
     before, now = bytes(tensors[RECIPE].tolist()).decode() if RECIPE in tensors else "", _recipe_of(model)
     if before in ("", now):
         load_recipe_state(model, _delayed(tensors, prefix, together=together))
@@ -130,6 +127,15 @@ def load(
     torch.set_rng_state(tensors[f"{prefix}generator"].cpu())  # a default device may be set
     if torch.cuda.is_available() and f"{prefix}cuda_generator" in tensors:
         torch.cuda.set_rng_state(tensors[f"{prefix}cuda_generator"].cpu())
+    return _below(tensors, "extra.")
+
+
+def extra(path: str | Path) -> dict[str, Tensor]:
+    """The `extra` tensors of a checkpoint, read by this process alone. UserError if it is damaged."""
+    stored = {key: value for key, value in _stored(Path(path)).items() if key.startswith("extra.")}
+    tensors = {key: torch.empty(size, dtype=dtype) for key, (size, dtype) in stored.items()}
+    if tensors:
+        _read(path, tensors, no_dist=True)
     return _below(tensors, "extra.")
 
 
@@ -191,6 +197,16 @@ def _matching(
 def _recipe_of(model: nn.Module) -> str:
     """The names of the recipes that modules follow outside of regions."""
     return ", ".join(sorted({module.recipe.name for module in model.modules() if isinstance(module, Planned)}))
+
+
+def _read(path: str | Path, tensors: dict[str, Tensor], **ranks: Any) -> None:
+    """Fill the tensors with those of the same names."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process needs none
+            dcp.load(tensors, checkpoint_id=path, **ranks)  # type: ignore
+    except (CheckpointException, OSError, RuntimeError, EOFError) as error:
+        raise UserError(f"the checkpoint {path} is damaged: {_first_cause(error)}; load an earlier one") from None
 
 
 def _from_all(value: T, group: dist.ProcessGroup | None) -> list[T]:

@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 import duotone
 from duotone import distributed
 from duotone.errors import UserError
-from duotone.lab import checkpoint
+from duotone.lab import checkpoint, meta
+from duotone.lab.checkpoint import Checkpoint
 from duotone.lab.comparison import planned
 from duotone.lab.config import TrainConfig
 from duotone.lab.data import Corpus
@@ -217,8 +218,8 @@ class ParallelTrainer(Trainer):
 
     def save(self, folder: Path, history: Mapping[str, object], observed: Mapping[str, Tensor] = NOTHING) -> None:
         """A checkpoint of all ranks, which observe nothing. The newest three stay."""
-        meta = torch.frombuffer(bytearray(json.dumps({**self.meta(), "history": history}).encode()), dtype=torch.uint8)
-        extra = {"step": torch.tensor(self.completed), "meta": meta}
+        text = json.dumps({**self.meta(), "history": history}).encode()
+        extra = {"step": torch.tensor(self.completed), "meta": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
         distributed.save(folder / f"step-{self.completed:08d}", self.model, self.optimizer.adamw, extra)
         if dist.get_rank() == 0:
             for old in checkpoint.steps(folder)[: -checkpoint.MOST]:
@@ -228,14 +229,13 @@ class ParallelTrainer(Trainer):
         return distributed.latest(folder)
 
     def resume(self, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Load a checkpoint; gives the history of its run. UserError if it is of another run."""
-        extra = distributed.load(path, self.model, self.optimizer.adamw)
-        meta = json.loads(bytes(extra["meta"].tolist()))
-        current = json.loads(json.dumps(self.meta()))
-        if key := next((key for key in current if meta.get(key) != current[key]), ""):
-            raise UserError(f"the checkpoint {path} has another {key}: resume with the options that it was made with")
-        self.completed = self.first = int(extra["step"])
-        return meta["history"], {}
+        """Load a checkpoint; gives the history of its run. UserError, with nothing changed, if it is of another run."""
+        saved = saved_run(path)
+        self._require_same_phases(saved, path)
+        self._require_same_run(saved, path)
+        distributed.load(path, self.model, self.optimizer.adamw)
+        self.completed = self.first = saved.step
+        return saved.meta["history"], {}
 
     def ranks(self) -> list[str]:
         """Memory and bytes on the wire of each rank, in words."""
@@ -251,6 +251,16 @@ class ParallelTrainer(Trainer):
         texts = [""] * dist.get_world_size()
         dist.all_gather_object(texts, text)
         return [f"rank {rank}: {each} a step" for rank, each in enumerate(texts)]
+
+
+def saved_run(path: Path) -> Checkpoint:
+    """The step and the description of a run in a checkpoint, without its tensors. UserError if they are damaged."""
+    extra = distributed.extra(path)
+    if {"meta", "step"} - extra.keys():
+        raise UserError(f"{path} is no checkpoint of duotone train or compare: give the --out of such a run")
+    saved = Checkpoint(int(extra["step"]), {}, {}, {}, json.loads(bytes(extra["meta"].tolist())))
+    meta.require_run(saved, path)
+    return saved
 
 
 def _shards(parameter: Tensor) -> int:
