@@ -272,8 +272,8 @@ def what_cannot_be_loaded_is_one_line_on_all_ranks_and_changes_nothing(folder: P
         return
     group, path = meshes()[2].get_group(), folder / "resumed" / "mxfp8" / "step-2"
 
-    def refused(path: Path, recipe: str, text: str) -> None:
-        run = pair(recipe, 2)
+    def refused(path: Path, recipe: str | tuple[nn.Module, torch.optim.Optimizer], text: str) -> None:
+        run = pair(recipe, 2) if isinstance(recipe, str) else recipe
         before = state(*run)
         try:
             load(path, *run, group=group)
@@ -285,6 +285,13 @@ def what_cannot_be_loaded_is_one_line_on_all_ranks_and_changes_nothing(folder: P
 
     refused(path, "mxfp8-fwd-nvfp4-bwd", "another recipe or model: it has model.0.weight.columnwise.mxfp8_e4m3.codes")
     refused(path.with_name("step-9"), "mxfp8", "no finished checkpoint")
+    m, adamw = pair("mxfp8", 2)
+    adamw.add_param_group({"params": adamw.param_groups[0]["params"].pop()})
+    refused(path, (m, adamw), "has 1 parameter groups, and this optimizer 2")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load(path, m, torch.optim.SGD(m.parameters(), lr=1.0), group=group)
+    assert [one for one in caught if "another optimizer than SGD: it has no dampening, " in str(one.message)], caught
     dist.barrier(group)
     for name, size, text in (("__1_0.distcp", 3000, "is damaged"), (".metadata", 100, ".metadata cannot be read")):
         damaged = folder / f"damaged{name}"

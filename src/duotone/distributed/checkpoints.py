@@ -108,8 +108,7 @@ def load(
         if key.startswith((prefix, "extra.", RECIPE)) or of_others:
             tensors[key] = torch.empty(size, dtype=dtype)
     if optimizer is not None:
-        if not any(key.startswith(f"{GROUP}.") for key in stored):
-            raise UserError(f"the checkpoint {path} has no optimizer; load it without one")
+        _check_groups(path, optimizer, stored)
         tensors.update(_empty_optimizer(model, optimizer, stored))
     _read(path, tensors, process_group=group, no_dist=not dist.is_initialized())
     before, now = bytes(tensors[RECIPE].tolist()).decode() if RECIPE in tensors else "", _recipe_of(model)
@@ -247,6 +246,22 @@ def _require_alike(
         if live != saved:
             words = [f"{tuple(shape)} in {dtype}" for shape, dtype in (saved, live)]
             raise UserError(f"the checkpoint {path} has {key} as {words[0]}, and this run as {words[1]}; {remedy}")
+
+
+def _check_groups(path: str | Path, optimizer: Optimizer, stored: Mapping[str, Stored]) -> None:
+    """UserError for another number of parameter groups; a warning for numbers that another optimizer did not save."""
+    saved = {key.split(".")[1] for key in stored if key.startswith(f"{GROUP}.")}
+    if not saved:
+        raise UserError(f"the checkpoint {path} has no optimizer; load it without one")
+    live = len(optimizer.param_groups)
+    if len(saved) != live:
+        raise UserError(
+            f"the checkpoint {path} has {len(saved)} parameter groups, and this optimizer {live}; make it as the one "
+            "that was saved, or load without it"
+        )
+    if lacking := sorted({key.split(".")[2] for key in group_entries(optimizer).keys() - stored.keys()}):
+        words = f"is of another optimizer than {type(optimizer).__name__}: it has no {', '.join(lacking)}"
+        warnings.warn(f"the checkpoint {path} {words}; they stay, and states that are missing start anew", stacklevel=3)
 
 
 def _delayed(tensors: Mapping[str, Tensor], prefix: str, *, together: bool) -> dict[str, Tensor]:
