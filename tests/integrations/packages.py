@@ -1,4 +1,4 @@
-"""Packages that tests run against: which versions were tried, and how to install them."""
+"""Packages that tests run against: which versions were tried, and how to install them. They use a GPU if there is one."""
 
 import re
 import tomllib
@@ -6,8 +6,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+ON_CPU = not torch.cuda.is_available()
+DEVICE = "cpu" if ON_CPU else "cuda"
 EXTRAS = ("trl", "integrations", "deepspeed", "titan", "torchao", "te")
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from causal import assert_same_bits, batch, llama
-from packages import require
+from packages import DEVICE, ON_CPU, require
 
 import duotone
 
@@ -12,7 +12,7 @@ from duotone.integrations.accelerate import prepare  # noqa: E402
 
 
 def trained(recipe: str, quantized: bool):
-    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=ON_CPU)
     model = duotone.convert(llama(), recipe)
     if quantized:
         duotone.convert_parameters(model, recipe)
@@ -23,7 +23,8 @@ def trained(recipe: str, quantized: bool):
 
 def step(accelerator, model, optimizer, at: int) -> float:
     with duotone.autocast(recipe=model.model.layers[0].mlp.up_proj.recipe):
-        loss = model(input_ids=batch(at), labels=batch(at)).loss
+        tokens = batch(at).to(accelerator.device)
+        loss = model(input_ids=tokens, labels=tokens).loss
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
@@ -40,14 +41,15 @@ def test_load_state_continues_where_save_state_was(recipe: str, quantized: bool,
 
 
 def test_offloading_hooks_before_convert_follow_the_recipe() -> None:
-    plain = duotone.convert(llama(), "mxfp8").eval()
-    model = accelerate.cpu_offload(llama(), execution_device="cpu").eval()
+    plain = duotone.convert(llama(), "mxfp8").eval().to(DEVICE)
+    model = accelerate.cpu_offload(llama(), execution_device=DEVICE).eval()
     duotone.convert(model, "mxfp8")
-    assert torch.equal(model(batch(0)).logits, plain(batch(0)).logits)
+    tokens = batch(0).to(DEVICE)
+    assert torch.equal(model(tokens).logits.to(DEVICE), plain(tokens).logits)
 
 
 def run(recipe: str, quantized: bool = False):
-    accelerator, model = accelerate.Accelerator(cpu=True), llama()
+    accelerator, model = accelerate.Accelerator(cpu=ON_CPU), llama()
     if quantized:
         duotone.convert_parameters(duotone.convert(model, recipe), recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -80,7 +82,7 @@ def test_a_checkpoint_of_another_recipe_names_both(other: str, tmp_path) -> None
 
 
 def test_prepare_refuses_in_one_line(monkeypatch) -> None:
-    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=ON_CPU)
     with pytest.raises(duotone.UserError, match=r"^none of the objects is a model[^\n]*$"):
         prepare(accelerator, recipe="mxfp8")
     with pytest.raises(duotone.UserError, match=r"^nothing in the model follows recipes: give prepare a recipe[^\n]*$"):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from packages import require
+from packages import DEVICE, require
 from torch import nn
 
 import duotone
@@ -42,7 +42,7 @@ class Module(pl.LightningModule):
             duotone.convert_parameters(duotone.convert(self, self.recipe), self.recipe)
 
     def training_step(self, item: int, index: int) -> torch.Tensor:
-        return self.loss(rows()[self.global_step])  # whatever Lightning does with the loader when a run resumes
+        return self.loss(rows()[self.global_step].to(self.device))  # whatever Lightning does with the loader when a run resumes
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         return (self.layers(x) - x).square().mean()
@@ -57,7 +57,7 @@ class Module(pl.LightningModule):
 def fit(plugin, path, model: Module | None = None, checkpoint: str | None = None):
     saver = pl.callbacks.ModelCheckpoint(path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     trainer = pl.Trainer(
-        accelerator="cpu", plugins=plugin, max_steps=4, callbacks=[saver], logger=False, barebones=False,
+        accelerator=DEVICE, plugins=plugin, max_steps=4, callbacks=[saver], logger=False, barebones=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=path,
     )  # fmt: skip
     model = Module() if model is None else model
@@ -83,9 +83,9 @@ def assert_same(left: nn.Module, right: nn.Module) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_trainer_gives_the_bits_of_a_plain_loop_and_resumes_with_them(recipe: str, tmp_path) -> None:
     _, whole = fit(DuotonePrecision(recipe), tmp_path)
-    loop = duotone.convert(Module(), recipe)
+    loop = duotone.convert(Module(), recipe).to(whole.device)
     optimizer = loop.configure_optimizers()
-    for x in rows():
+    for x in rows().to(whole.device):
         optimizer.zero_grad()
         loop.loss(x).backward()
         optimizer.step()
@@ -109,11 +109,12 @@ def test_checkpoints_are_those_of_plain_models_and_load_into_running_ones(tmp_pa
     assert repr(precision) == "DuotonePrecision(fp8-delayed)"
     assert duotone.recipe_state(model)
     plain = Module.load_from_checkpoint(f"{tmp_path}/step=4.ckpt")
-    assert type(plain.layers[0]) is nn.Linear and torch.equal(plain.layers[0].weight, model.layers[0].weight)
+    weight = model.layers[0].weight
+    assert type(plain.layers[0]) is nn.Linear and torch.equal(plain.layers[0].weight.to(weight.device), weight)
     loader = torch.utils.data.DataLoader(list(rows()), batch_size=None)
     trainer.test(model, loader, ckpt_path=f"{tmp_path}/step=2.ckpt", verbose=False)
     early = torch.load(f"{tmp_path}/step=2.ckpt", weights_only=True)["state_dict"]
-    assert torch.equal(model.layers[2].weight, early["layers.2.weight"])
+    assert torch.equal(model.layers[2].weight.cpu(), early["layers.2.weight"].cpu())
 
 
 def test_checkpoints_without_states_or_of_another_recipe_are_one_line(tmp_path) -> None:
@@ -136,7 +137,7 @@ def test_checkpoints_without_states_or_of_another_recipe_are_one_line(tmp_path) 
 
 def setup(recipe: str):
     plugin = FabricDuotonePrecision(recipe)
-    fabric = lightning.Fabric(accelerator="cpu", plugins=plugin)
+    fabric = lightning.Fabric(accelerator=DEVICE, plugins=plugin)
     plain = layers()
     model, optimizer = fabric.setup(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
     return fabric, model, optimizer, {"model": model, "optimizer": optimizer, "precision": plugin}
@@ -144,7 +145,7 @@ def setup(recipe: str):
 
 def steps(fabric, model, optimizer, inputs: torch.Tensor) -> list[float]:
     losses = []
-    for x in inputs:
+    for x in inputs.to(fabric.device):
         optimizer.zero_grad()
         loss = (model(x) - x).square().mean()
         fabric.backward(loss)

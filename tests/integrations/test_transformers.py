@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from causal import assert_same_bits, batch, llama
-from packages import require
+from packages import ON_CPU, require
 
 import duotone
 from duotone.recipes import Phase, Rule, Schedule
@@ -130,7 +130,7 @@ def trainer(path, callback, steps: int = 4, model=None, masters: bool = False, *
     require("accelerate")
     data = [{"input_ids": row, "labels": row} for at in range(2) for row in batch(at)]
     arguments = transformers.TrainingArguments(
-        path, max_steps=steps, per_device_train_batch_size=2, save_steps=2, report_to=[], use_cpu=True, seed=3,
+        path, max_steps=steps, per_device_train_batch_size=2, save_steps=2, report_to=[], use_cpu=ON_CPU, seed=3,
         disable_tqdm=True, **{"learning_rate": 1e-2, "lr_scheduler_type": "constant", **options},
     )  # fmt: skip
     model = llama() if model is None else model
@@ -169,7 +169,7 @@ def test_a_plain_model_expects_all_that_trainer_saved_under_delayed_scaling(tmp_
     loaded, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not info["unexpected_keys"] and not info["missing_keys"]
     values = run.model.state_dict()
-    assert all(torch.equal(tensor, values[name]) for name, tensor in loaded.state_dict().items())
+    assert all(torch.equal(tensor, values[name].cpu()) for name, tensor in loaded.state_dict().items())
     hooks = len(run.model._state_dict_hooks)
     run.train()
     assert len(run.model._state_dict_hooks) == hooks
@@ -205,7 +205,7 @@ def test_a_schedule_decides_each_step(tmp_path, monkeypatch) -> None:
     run.train()
     names = [("nvfp4", 0), ("nvfp4", 1), ("nvfp4", 2), ("fp8-delayed", 3)]
     assert calls == [pair for pair in names for _ in range(2)]
-    run.model.train()(input_ids=batch(0))
+    run.model.train()(input_ids=batch(0).to(run.model.device))
     assert len(calls) == 8  # nothing follows the schedule after training
 
 
@@ -307,7 +307,7 @@ def test_a_model_that_is_not_there_when_the_trainer_is_built_is_converted(way: s
     require("accelerate")
     data = [{"input_ids": row, "labels": row} for row in batch(0)]
     arguments = transformers.TrainingArguments(
-        tmp_path, max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
+        tmp_path, max_steps=2, report_to=[], use_cpu=ON_CPU, disable_tqdm=True, save_strategy="no"
     )
     if way == "model_init":
         run = transformers.Trainer(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from causal import assert_same_bits, batch, llama
-from packages import require
+from packages import ON_CPU, require
 
 import duotone
 
@@ -19,7 +19,7 @@ def fit(path, tokenizer, checkpoint: str | None = None):
     rows = [{"input_ids": row.tolist()} for at in range(2) for row in batch(at)]
     arguments = trl.SFTConfig(
         str(path), max_steps=4, save_steps=2, per_device_train_batch_size=2, learning_rate=1e-2, report_to=[],
-        use_cpu=True, bf16=False, disable_tqdm=True, seed=3,
+        use_cpu=ON_CPU, bf16=False, disable_tqdm=True, seed=3,
     )  # fmt: skip
     trainer = trl.SFTTrainer(
         llama(), arguments, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
@@ -56,7 +56,7 @@ def reinforce(path, tokenizer, checkpoint: str | None = None):
     torch.manual_seed(0)
     arguments = trl.GRPOConfig(
         str(path), max_steps=4, save_steps=2, per_device_train_batch_size=4, num_generations=4,
-        max_completion_length=8, learning_rate=1e-2, report_to=[], use_cpu=True, bf16=False, disable_tqdm=True, seed=3,
+        max_completion_length=8, learning_rate=1e-2, report_to=[], use_cpu=ON_CPU, bf16=False, disable_tqdm=True, seed=3,
     )  # fmt: skip
     prompts = datasets.Dataset.from_list([{"prompt": "5 7 9"}, {"prompt": "11 13 15"}] * 4)
     trainer = trl.GRPOTrainer(
