@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41701
-TOOL_LINES = 8013
+LIBRARY_LINES = 41750
+TOOL_LINES = 8059
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -32,9 +32,9 @@ BUDGETS = {
     "compat": (3034, 11, 0),
     "conversion": (2785, 7, 0),
     "dispatch": (3655, 1, 0),
-    "distributed": (498, 4, 0),
+    "distributed": (513, 4, 0),
     "formats": (1538, 0, 0),
-    "integrations": (792, 13, 0),
+    "integrations": (838, 13, 2),
     "kernels": (5048, 0, 0),
     "lab": (3904, 14, 0),
     "linear": (1990, 5, 0),
@@ -44,10 +44,10 @@ BUDGETS = {
     "optim": (900, 3, 0),
     "package": (370, 1, 0),
     "pipeline": (1683, 15, 0),
-    "planned": (3695, 17, 1),
+    "planned": (3717, 17, 1),
     "recipes": (2028, 6, 0),
     "report": (1745, 0, 0),
-    "serving": (1535, 0, 0),
+    "serving": (1547, 0, 0),
     "state": (2020, 11, 0),
     "tensor": (3046, 17, 0),
 }

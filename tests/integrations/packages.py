@@ -1,4 +1,7 @@
-"""Packages that tests run against: which versions were tried, and how to install them. They use a GPU if there is one."""
+"""Packages that tests run against: which versions were tried, and how to install them.
+
+Trainers run on a GPU if there is one.
+"""
 
 import re
 import tomllib

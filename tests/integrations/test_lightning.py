@@ -42,7 +42,9 @@ class Module(pl.LightningModule):
             duotone.convert_parameters(duotone.convert(self, self.recipe), self.recipe)
 
     def training_step(self, item: int, index: int) -> torch.Tensor:
-        return self.loss(rows()[self.global_step].to(self.device))  # whatever Lightning does with the loader when a run resumes
+        return self.loss(
+            rows()[self.global_step].to(self.device)
+        )  # whatever Lightning does with the loader when a run resumes
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         return (self.layers(x) - x).square().mean()

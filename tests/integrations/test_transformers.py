@@ -103,6 +103,43 @@ def test_saved_scales_have_the_name_of_the_recipe_that_the_model_follows(plain, 
     assert torch.isfinite(step(load(tmp_path / "x", "nvfp4")[0], 0))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_checkpoint_loads_under_another_head_with_the_states_of_what_both_have(recipe: str, plain, tmp_path) -> None:
+    model, _ = load(plain, recipe)
+    for at in range(2):
+        step(model, at)
+    model.save_pretrained(tmp_path / "x")
+    config, mine = DuotoneConfig(recipe), duotone.recipe_state(model)
+    for kind, prefix, options in (
+        (transformers.AutoModel, "", {}),
+        (transformers.AutoModelForSequenceClassification, "model.", {}),
+        (AUTO, "model.", {"num_hidden_layers": 1}),
+    ):
+        other = kind.from_pretrained(tmp_path / "x", quantization_config=config, **options)
+        states = {f"model.{name.removeprefix(prefix)}": t for name, t in duotone.recipe_state(other).items()}
+        assert bool(states) == bool(mine)
+        assert not [name for name, t in states.items() if name in mine and not torch.equal(t, mine[name])]
+        seeds, own = duotone.rng_state(other), duotone.rng_state(model)
+        common = {f"model.{name.removeprefix(prefix)}": seed for name, seed in seeds.items() if "layers" in name}
+        assert common and all(torch.equal(seed, own[name]) for name, seed in common.items())
+
+
+def test_scales_that_an_edited_weight_has_outgrown_start_anew(plain, tmp_path) -> None:
+    model, _ = load(plain, "fp8-delayed")
+    step(model, 0)
+    layer = model.model.layers[0].mlp.up_proj
+    with torch.no_grad():
+        layer.weight.mul_(8)  # as a merge of adapters
+    model.save_pretrained(tmp_path / "x")
+    with pytest.warns(UserWarning, match=r"^model.layers.0.mlp.up_proj has weights beyond their saved delayed scales"):
+        again, _ = load(tmp_path / "x", "fp8-delayed")
+    fresh = duotone.convert(AUTO.from_pretrained(tmp_path / "x"), "fp8-delayed")
+    results = [m.model.layers[0].mlp.up_proj(torch.ones(1, 64)) for m in (again, fresh)]
+    assert torch.equal(*results)
+    duotone.load_recipe_state(fresh, duotone.recipe_state(model))
+    assert not torch.equal(fresh.model.layers[0].mlp.up_proj(torch.ones(1, 64)), results[0])
+
+
 def test_hooks_of_devices_are_on_converted_modules(plain) -> None:
     require("accelerate")
     model = AUTO.from_pretrained(plain, quantization_config=DuotoneConfig("mxfp8"), device_map={"": "cpu"})
@@ -182,6 +219,24 @@ def test_the_best_model_has_the_scales_that_it_was_saved_with(recipe: str, tmp_p
     run.train()
     assert not run.state.best_model_checkpoint.endswith("-6")  # the rate is too high
     assert run.evaluate()["eval_loss"] == run.state.best_metric
+
+
+PHASES = [("mxfp8", "fp8-delayed"), ("fp8-delayed", "nvfp4"), ("mxfp8", "bf16")]
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("recipes", PHASES, ids=" then ".join)
+def test_the_best_model_of_an_earlier_phase_follows_its_recipe(recipes, quantized: bool, tmp_path) -> None:
+    """Without a reload Trainer would end in an error after the last step."""
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "learning_rate": 30.0}
+    phases = (Phase(recipes[0], 0), Phase(recipes[1], 0.5, convert_parameters=quantized))
+    model = quantized_model(recipes[0]) if quantized else llama()
+    run = trainer(tmp_path, DuotoneCallback(schedule=Schedule(phases=phases)), 4, model, **best)
+    run.train()
+    assert run.state.best_model_checkpoint.endswith("-2")  # the rate is too high
+    assert run.evaluate()["eval_loss"] == run.state.best_metric
+    assert {row.a for row in duotone.plan(run.model) if row.a}  # under the recipe of the first phase
+    assert run.model.model.layers[0].mlp.up_proj.recipe.name == recipes[0]
 
 
 def test_a_report_tells_what_ran(tmp_path) -> None:
@@ -280,6 +335,23 @@ def test_a_phase_may_change_the_format_of_quantized_parameters(tmp_path) -> None
     assert weight.formats[0].name == "nvfp4_16x16"
     runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same_bits(planes(runs[1].model), planes(runs[0].model))
+
+
+def test_a_run_resumes_where_the_format_of_quantized_parameters_changes(tmp_path) -> None:
+    """At the end of a phase, and in the middle of the next one."""
+    phases = (Phase("mxfp8", 0), Phase("nvfp4", 2, convert_parameters=True))
+
+    def run(path) -> transformers.Trainer:
+        callback = DuotoneCallback(schedule=Schedule(phases=phases))
+        return trainer(path, callback, 6, quantized_model(), save_total_limit=None)
+
+    whole = run(tmp_path)
+    whole.train()
+    for step in (2, 4):
+        again = run(tmp_path)
+        again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert planes(again.model), step
+        assert_same_bits(planes(again.model), planes(whole.model))
 
 
 def test_evaluations_and_the_trained_model_follow_the_schedule(tmp_path) -> None:

@@ -56,7 +56,8 @@ def reinforce(path, tokenizer, checkpoint: str | None = None):
     torch.manual_seed(0)
     arguments = trl.GRPOConfig(
         str(path), max_steps=4, save_steps=2, per_device_train_batch_size=4, num_generations=4,
-        max_completion_length=8, learning_rate=1e-2, report_to=[], use_cpu=ON_CPU, bf16=False, disable_tqdm=True, seed=3,
+        max_completion_length=8, learning_rate=1e-2, report_to=[], use_cpu=ON_CPU, bf16=False, disable_tqdm=True,
+        seed=3,
     )  # fmt: skip
     prompts = datasets.Dataset.from_list([{"prompt": "5 7 9"}, {"prompt": "11 13 15"}] * 4)
     trainer = trl.GRPOTrainer(

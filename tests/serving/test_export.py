@@ -344,6 +344,26 @@ def test_models_and_arguments_that_cannot_be_exported_are_one_line(tmp_path) -> 
     assert not list(tmp_path.iterdir())
 
 
+def test_an_export_takes_no_folder_in_which_programs_work(tmp_path, monkeypatch) -> None:
+    """A new folder takes its place, so a program in the old one would write into nothing."""
+    work = tmp_path / "project" / "run"
+    work.mkdir(parents=True)
+    project = work.parent
+    with pytest.raises(
+        duotone.UserError, match="project has folders and no model, so an export does not take its plac"
+    ):
+        export(toy(), project, "MXFP8")
+    (project / "config.json").write_text("{}")  # as the folder of a Trainer, which has checkpoints
+    monkeypatch.chdir(work)
+    for path in (".", "..", "../.."):
+        with pytest.raises(duotone.UserError, match="cannot be replaced; give another"):
+            export(toy(), path, "MXFP8")
+    monkeypatch.chdir(tmp_path)
+    project.chmod(0o2775)
+    export(toy(), project, "MXFP8")
+    assert project.stat().st_mode & 0o7777 == 0o2775 and work.is_dir()
+
+
 def test_shards_have_an_index_and_at_most_the_size(tmp_path) -> None:
     export(toy(), tmp_path / "x", "MXFP8", max_shard_bytes=100_000)
     index = json.loads((tmp_path / "x" / "model.safetensors.index.json").read_text())

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import warnings
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
+from duotone.planned import delayed_states
 from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state, state_names
 from duotone.planned.planned import Planned
 from duotone.state.seeds import load_rng_state, rng_state
@@ -34,12 +36,8 @@ def recipe_names(model: nn.Module) -> str:
 
 def load_packed_state(model: nn.Module, text: str) -> None:
     """Restore what `packed_state` gave. UserError if the text is damaged or belongs to another model or recipe."""
-    try:
-        states: dict[str, Any] = torch.load(io.BytesIO(zlib.decompress(base64.b64decode(text))))
-        rng, recipe = states["rng"], states["recipe"]
-    except (ValueError, KeyError, TypeError, EOFError, RuntimeError, zlib.error) as error:
-        raise UserError(f"the seeds and scales of a checkpoint cannot be read ({error!r}); save it again") from None
-    now, then = recipe_names(model), states.get("names")
+    rng, recipe, then = _unpacked(text)
+    now = recipe_names(model)
     if then not in (None, now):  # None: a file of version 0.1
         remedy = "convert it as it was saved, or start from the weights"
         raise UserError(f"the checkpoint was saved under {then}, and the model follows {now}; {remedy}")
@@ -47,6 +45,45 @@ def load_packed_state(model: nn.Module, text: str) -> None:
         raise UserError("the checkpoint has seeds and scales of another model or recipe; convert it as it was saved")
     load_recipe_state(model, recipe)
     load_rng_state(model, rng)
+
+
+def load_common_state(model: nn.Module, text: str, prefix: str = "") -> None:
+    """Restore what `packed_state` gave as far as the model has the same modules; others stay as they are.
+
+    `prefix`: before the names of modules in a model with a head, and not in the model below it.
+    """
+    rng, recipe, _ = _unpacked(text)
+    own_rng, own_recipe, names = rng_state(model), recipe_state(model), state_names(model)
+    for tensors, own, known in ((rng, own_rng, own_rng.keys()), (recipe, own_recipe, names)):
+        for name, tensor in tensors.items():
+            here = next((each for each in (name, name.removeprefix(prefix), prefix + name) if each in known), None)
+            if here is not None and own.get(here, tensor).shape[-1:] == tensor.shape[-1:]:
+                own[here] = tensor
+    load_recipe_state(model, own_recipe)
+    load_rng_state(model, own_rng)
+
+
+def _unpacked(text: str) -> tuple[dict[str, Tensor], dict[str, Tensor], str | None]:
+    """Seeds, delayed states, and the names of recipes."""
+    try:
+        states: dict[str, Any] = torch.load(io.BytesIO(zlib.decompress(base64.b64decode(text))))
+        return states["rng"], states["recipe"], states.get("names")
+    except (ValueError, KeyError, TypeError, EOFError, RuntimeError, zlib.error) as error:
+        raise UserError(f"the seeds and scales of a checkpoint cannot be read ({error!r}); save it again") from None
+
+
+def renew_outgrown_scales(model: nn.Module) -> None:
+    """Make delayed scales new that clip the weights of a checkpoint, with a warning."""
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, Planned)]
+    for _, module in modules:
+        module.plans.prepare(module.recipe)
+    outgrown = [name for name, module in modules if delayed_states.renew_outgrown(module)]
+    if outgrown:
+        words = f"{outgrown[0]} and {len(outgrown) - 1} others have" if len(outgrown) > 1 else f"{outgrown[0]} has"
+        warnings.warn(
+            f"{words} weights beyond their saved delayed scales, as after a merge; these scales start anew",
+            stacklevel=2,
+        )
 
 
 class RunState:

@@ -17,11 +17,13 @@ from duotone.integrations.requirement import require
 from duotone.integrations.run_state import (
     KEY,
     hide_states,
+    load_common_state,
     load_packed_state,
     load_planes,
     packed_state,
     quantized_parameters,
     recipe_names,
+    renew_outgrown_scales,
     save_planes,
 )
 from duotone.planned.planned import Planned
@@ -116,7 +118,8 @@ class DuotoneQuantizer(HfQuantizer):
             with safe_open(file, framework="pt") as opened:
                 saved = opened.metadata() or {}
             if saved.get(f"{KEY}_recipe") == config.recipe.name:
-                load_packed_state(model, saved[KEY])
+                load_common_state(model, saved[KEY], f"{model.base_model_prefix}.")
+                renew_outgrown_scales(model)
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The weights, and the seeds and scales as metadata of the file."""
@@ -142,7 +145,7 @@ class DuotoneCallback(TrainerCallback):
 
     - `recipe` and `rules` are those of `duotone.convert`. Without a recipe the model must be converted already.
     - `schedule` gives each optimizer step its recipe, and an evaluation that of the step before. Fractions count from
-      Trainer's number of steps. After training the model follows the last recipe.
+      Trainer's number of steps. After training the model follows the last recipe, and the best model its own.
     - Seeds and delayed scales are in `trainer_state.json` of each checkpoint, and `train(resume_from_checkpoint=...)`
       restores them. Planes of quantized parameters are in a file beside it, which is found under `output_dir`.
     - `report` is a text file, written at the end of training: the recipe, the steps, and the plan of each GEMM.
@@ -188,7 +191,8 @@ class DuotoneCallback(TrainerCallback):
             raise UserError("nothing in the model follows recipes: give DuotoneCallback a recipe")
         require_same_recipes(model)
         hide_states(model)  # they are in trainer_state.json, and a plain model would not expect them
-        self.step = state.global_step
+        self.step = max(0, state.global_step - 1)  # what was saved is of the step before
+        self.phase = None
         if self.schedule is not None:
             self.schedule = self.schedule.over(state.max_steps)
             _follow_alone(model, self.schedule.phases[0].recipe)
@@ -234,9 +238,11 @@ class DuotoneCallback(TrainerCallback):
             hook.remove()
         best = Path(state.best_model_checkpoint or "")
         if args.load_best_model_at_end and (best / TRAINER_STATE).is_file():
-            callbacks: Any = TrainerState.load_from_json(str(best / TRAINER_STATE)).stateful_callbacks
-            if (saved := callbacks.get(KEY)) is not None:
-                load_packed_state(model, saved)
+            ended: Any = TrainerState.load_from_json(str(best / TRAINER_STATE))
+            if (saved := ended.stateful_callbacks.get(KEY)) is not None:
+                self.step = max(0, ended.global_step - 1)
+                self._follow(model)
+                load_common_state(model, saved)
                 load_planes(model, [best / PLANES], saved)
         if self.schedule is not None:
             _follow_alone(model, self.schedule.phase(self.step).recipe)
@@ -245,10 +251,13 @@ class DuotoneCallback(TrainerCallback):
             Path(self.report).write_text(f"{head}\n{plan(model)}\n")
 
     def _follow(self, model: nn.Module) -> None:
-        """Convert quantized parameters if a phase begins that asks for it."""
-        phase = None if self.schedule is None else self.schedule.phase(self.step)
-        if phase is not None and phase != self.phase and phase.convert_parameters and quantized_parameters(model):
-            convert_parameters(model, phase.recipe)
+        """Convert quantized parameters if another phase than before was the last one that asked for it."""
+        if self.schedule is None:
+            return
+        asking = [each for each in self.schedule.phases if each.convert_parameters and each.start <= self.step]
+        phase = asking[-1] if asking else None
+        if phase != self.phase and quantized_parameters(model):
+            convert_parameters(model, (phase or self.schedule.phases[0]).recipe)
         self.phase = phase
 
     def _enter(self, module: nn.Module, inputs: object) -> None:

@@ -23,7 +23,7 @@ from duotone.state.torch_private import real_tensors
 from duotone.tensor import History, QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.fsdp import shard_of
-from duotone.tensor.plane_tensor import PlaneTensor
+from duotone.tensor.plane_tensor import PlaneTensor, plain
 
 if TYPE_CHECKING:
     from duotone.planned.planned import Planned
@@ -32,6 +32,8 @@ FORWARD_STATE, BACKWARD_STATE = "duotone_forward", "duotone_backward"
 FIRST = {"input": 0, "weight": 2}
 """The rowwise slot of an operand among those of its linear in the forward state."""
 
+GROWTH = 1.25
+"""How far one optimizer step takes the largest magnitude of a weight at the most."""
 STATES = {FORWARD_STATE: FORWARD_SLOTS, BACKWARD_STATE: BACKWARD_SLOTS}
 
 
@@ -189,6 +191,26 @@ def prepare_load(module: "Planned", state_dict: dict[str, Tensor], prefix: str) 
                 state.forget(slots)
                 # the state loads after this, and torch completes a state_dict with the model's own
                 state_dict.update({f"{start}{part}": value.clone() for part, value in state.state_dict().items()})
+
+
+def renew_outgrown(module: "Planned") -> bool:
+    """Make all slots new if a weight is far above the range of its scale. Returns whether it was.
+
+    So are weights that something other than training wrote after their last forward.
+    """
+    state = module._modules.get(FORWARD_STATE)
+    if not isinstance(state, DelayedState) or state.scale.is_meta:
+        return False
+    for member, weight in enumerate(map(plain, map(shard_of, weights_of(module)))):
+        amax = amax_of(weight.detach().reshape(len(weight), -1)).to(state.scale.device)
+        first = member * FORWARD_SLOTS + FIRST["weight"]
+        for slot in range(first, first + 2):
+            if state.largest[slot] and bool(amax * state.scale[slot] > GROWTH * state.largest[slot]):
+                for each in map(module._modules.get, STATES):
+                    if isinstance(each, DelayedState):
+                        each.forget(range(len(each.largest)))
+                return True
+    return False
 
 
 def _clips(state: DelayedState, slot: int, weight: QuantizedTensor, values: Tensor) -> bool:

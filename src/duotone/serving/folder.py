@@ -69,8 +69,7 @@ def write_folder(
     process exports to `path`.
     """
     path = path.resolve()
-    if path in (Path.cwd(), Path(path.root)) or (path.exists() and not path.is_dir()):
-        raise UserError(f"an export takes the place of a folder, and {path} cannot be replaced; give another")
+    _refuse_place(path)
     fresh = path.with_name(f".{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_name(f".{path.name}.lock"), path, "call export in one process only"):
@@ -90,6 +89,18 @@ def write_folder(
             shutil.rmtree(fresh, ignore_errors=True)
             raise
     return total, notes
+
+
+def _refuse_place(path: Path) -> None:
+    """UserError unless a new folder can take the place of `path`: programs may be at work in what is no model."""
+    here = Path.cwd()
+    if path in (here, *here.parents) or (path.exists() and not path.is_dir()):
+        raise UserError(f"an export takes the place of a folder, and {path} cannot be replaced; give another")
+    is_model = any(True for pattern in WRITTEN for _ in path.glob(pattern))
+    if not is_model and path.is_dir() and any(entry.is_dir() for entry in path.iterdir()):
+        raise UserError(
+            f"{path} has folders and no model, so an export does not take its place; give a new folder in it"
+        )
 
 
 def _write_shards(folder: Path, items: Sequence[Item], largest: int) -> tuple[int, list[Note]]:
@@ -181,6 +192,7 @@ def _replace(path: Path, fresh: Path) -> None:
                 shutil.copytree(entry, fresh / entry.name, symlinks=True, copy_function=os.link)
             else:
                 os.link(entry, fresh / entry.name, follow_symlinks=False)
+        shutil.copymode(path, fresh)
         path.rename(_before(path))
     fresh.rename(path)
     shutil.rmtree(_before(path), ignore_errors=True)
