@@ -378,6 +378,19 @@ def test_forward_and_backward_in_different_threads_roll_once(rolls, where) -> No
     assert sorted(rolls) == ["b", "b", "f", "f"]
 
 
+def test_a_region_around_many_steps_warns_and_one_around_a_step_does_not(recwarn) -> None:
+    """Scales of forward that never move clip more and more. It was found by its loss alone."""
+    m, x = model(), torch.randn(16, 16)
+    for _ in range(2 * rolling.MANY_BACKWARDS):
+        with duotone.autocast(recipe=RECIPE):
+            m(x).sum().backward()
+    assert not [each for each in recwarn if "inside of one" in str(each.message)]
+    with duotone.autocast(recipe=RECIPE):
+        for _ in range(2 * rolling.MANY_BACKWARDS):
+            m(x).sum().backward()
+    assert len([each for each in recwarn if "inside of one duotone.autocast region" in str(each.message)]) == 1
+
+
 def test_backward_follows_the_forward_whatever_region_is_active_then() -> None:
     """core 62, 90: a recompute under another region, or under none, has the recipe of its forward."""
     m = model(BF16)

@@ -265,6 +265,8 @@ class AutocastRegion(Region):
         self.group = group
         self.calibrating = calibrating
         self.recorded: Recorded = set()
+        self.backwards = 0
+        """How many backwards ended while states of a forward waited for the end of the region."""
 
     @property
     def value(self) -> object:

@@ -36,6 +36,14 @@ OLD_REGION = (
 )
 
 
+LONG_REGION = (
+    "{} backwards ended inside of one duotone.autocast region, and delayed scales of forward roll only at its end; enter "
+    "autocast in each step"
+)
+MANY_BACKWARDS = 32
+"""More than the microbatches of most steps."""
+
+
 class Pending:
     """States that recorded outside of regions in one thread and have not rolled yet.
 
@@ -49,6 +57,8 @@ class Pending:
         self.end: weakref.ref[partial[None]] | None = None
         self.thread = threading.current_thread()
         self.has_backwards = False
+        self.region: AutocastRegion | None = None
+        """The region in which the newest amax was recorded that rolls at its end."""
         with LOCK:
             THREADS[:] = [t for t in THREADS if t.backward or t.thread.is_alive() or t is OTHERS]
             THREADS.append(self)
@@ -69,6 +79,7 @@ class Pending:
             if region is None and not (backward or running) and PIPELINES in sys.modules and in_pipeline(MICROBATCH):
                 warnings.warn(ALONE, stacklevel=2)
             if region is not None:  # the write of an optimizer rolls with the region, not with a backward in it
+                self.region = region
                 self.backward -= {Recording(state, each, captured) for each in (group, "")}
 
     def forget_failed(self) -> None:
@@ -88,12 +99,21 @@ class Pending:
     def end_of_backward(self) -> None:
         """Roll the amaxes of this thread, and of the threads whose backward runs in this one."""
         self.end = None
+        self.warn_in_long_region()
         finished = self.take()
         with LOCK:
             others = [other for other in THREADS if other.backward and self._serves(other)]
         for other in others:
             finished |= other.take()
         roll(finished)
+
+    def warn_in_long_region(self) -> None:
+        """Warn once if so many backwards end in one region that it is around the loop of a training."""
+        region = self.region
+        if region is not None and region.is_open and region.recorded:
+            region.backwards += 1
+            if region.backwards == MANY_BACKWARDS:
+                warnings.warn(LONG_REGION.format(MANY_BACKWARDS), stacklevel=2)
 
     def take(self) -> Recorded:
         """The recordings that roll now. A capture rolls its own. Others wait for a backward outside of the capture."""
