@@ -1,9 +1,11 @@
-"""Objects that traces find by a number or a name, which a compiled graph or a custom op can hold as a constant."""
+"""What traces take as a constant or leave alone: objects by a number or a name, and functions."""
 
 import itertools
 import weakref
 from collections.abc import Callable
 from typing import TypeVar
+
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., object])
@@ -36,4 +38,10 @@ def constant_in_traces(function: F) -> F:
     torch.compiler.assume_constant_result does so too, but it imports the compiler.
     """
     function._dynamo_marked_constant = True
+    return function
+
+
+def never_compiled(function: F) -> F:
+    """Never compile this function or its callees, also if autograd calls it within compiled code."""
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function

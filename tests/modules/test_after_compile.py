@@ -1,6 +1,7 @@
 """What changes a model after it was compiled: eager's bits in a new graph, or one line that says what to do."""
 
 import copy
+import pickle
 import weakref
 from collections.abc import Callable
 
@@ -166,3 +167,39 @@ def test_a_quantized_weight_is_cast_unless_something_holds_it() -> None:
     del reference
     m.float(), eager.float()
     assert all(torch.equal(*both) for both in zip(step(m), step(eager), strict=True))
+
+
+@pytest.mark.parametrize("place", ["model", "block"])
+def test_a_model_that_was_compiled_before_has_its_names_and_seeds(place: str) -> None:
+    """Wrappers of torch.compile add to names, by which factories and rules go, and from which seeds follow."""
+
+    def factory(role: QuantizerRole | None) -> Quantizer:
+        fmt = duotone.formats.get("nvfp4_sr")
+        return Quantizer() if role is not None and role.name.startswith("0.up") else Quantizer(fmt, fmt)
+
+    def wrapped(m: nn.Module) -> nn.Module:
+        if place == "model":
+            return torch.compile(m, backend="aot_eager")
+        m[0] = torch.compile(m[0], backend="aot_eager")
+        return m
+
+    torch.manual_seed(0)
+    plain = model()
+    late = wrapped(copy.deepcopy(plain))
+    duotone.convert(plain, CustomRecipe(qfactory=factory))
+    duotone.convert(late, CustomRecipe(qfactory=factory))
+    assert [row for row in duotone.plan(late) if row.module] == [row for row in duotone.plan(plain) if row.module]
+    assert {row.runs for row in duotone.plan(late).filter(gemm="fprop")} == {"high precision", "emulated"}
+    early = wrapped(plain)
+    for result, want in zip(step(late), step(early), strict=True):
+        assert result.equal(want)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_a_copy_of_a_whole_graph_over_quantized_parameters_runs(way: Callable[[nn.Module], nn.Module]) -> None:
+    """Dynamo asked the copy for its weights by code that it then compiled, and so on."""
+    m = duotone.convert_parameters(duotone.convert(model(), "mxfp8"), "mxfp8")
+    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
+    want = step(m)
+    for result, value in zip(step(way(compiled)), want, strict=True):
+        assert result.equal(value)

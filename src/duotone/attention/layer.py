@@ -1,6 +1,7 @@
 """TransformerLayer: attention and MLP, each behind a norm and beside a residual connection."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,8 +77,7 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
         self.hidden_dropout, self.drop_path_rate, self.layer_number = hidden_dropout, drop_path_rate, layer_number
         self.layer_type, self.parallel_attention_mlp = layer_type, parallel_attention_mlp
         self.sample_axis = self._checked_axis(attn_input_format)
-        norm: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
-        norm["zero_centered_gamma"] = zero_centered_gamma
+        norm = {"params_dtype": params_dtype, "device": device, "zero_centered_gamma": zero_centered_gamma}
         shared: dict[str, Any] = {**norm, "normalization": normalization, "bias": bias, "init_method": init_method}
         shared |= {"output_layer_init_method": output_layer_init_method, "tp_group": tp_group, "tp_size": tp_size}
         shared |= {"set_parallel_mode": set_parallel_mode, "sequence_parallel": sequence_parallel, "recipe": recipe}
@@ -86,17 +86,16 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
         heads = {**shared, "layernorm_epsilon": layernorm_epsilon, "qkv_format": attn_input_format}
         block: dict[str, Any] = {"attn_mask_type": self_attn_mask_type, "window_size": window_size}
         block |= {"input_layernorm": not output_layernorm, "name": below(name, "self_attention"), "return_bias": False}
-        self.self_attention = MultiheadAttention(hidden_size, num_attention_heads, **block, **heads, **attention)
-        self.inter_attention = None
-        if layer_type == "decoder":
-            block = {"attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size}
-            block |= {"attention_type": "cross", "input_layernorm": True, "name": below(name, "inter_attention")}
-            self.inter_attention = MultiheadAttention(hidden_size, num_attention_heads, **block, **heads, **attention)
-        mlp = {"activation": activation, "activation_params": activation_params, "name": below(name, "layernorm_mlp")}
-        mlp |= {"eps": layernorm_epsilon, "split_gate": split_gate}
+        cross: dict[str, Any] = {"attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size}
+        cross |= {"attention_type": "cross", "input_layernorm": True, "name": below(name, "inter_attention")}
+        attend = partial(MultiheadAttention, hidden_size, num_attention_heads)
+        self.self_attention = attend(**block, **heads, **attention)
+        self.inter_attention = attend(**cross, **heads, **attention) if layer_type == "decoder" else None
+        mlp = {"activation": activation, "activation_params": activation_params, "split_gate": split_gate}
+        mlp |= {"eps": layernorm_epsilon, "name": below(name, "layernorm_mlp")}
         self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, **shared, **mlp)
-        norm["tp_group"] = tp_group if set_parallel_mode and sequence_parallel else None
-        self.layernorm = NORMS[normalization](hidden_size, eps=layernorm_epsilon, **norm) if output_layernorm else None
+        rows = {"tp_group": tp_group if set_parallel_mode and sequence_parallel else None, "eps": layernorm_epsilon}
+        self.layernorm = NORMS[normalization](hidden_size, **norm, **rows) if output_layernorm else None
 
     def _checked_axis(self, layout: str) -> int | None:
         """The axis of samples, None of packed sequences. UserError for what does not go together."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from duotone.attention import DotProductAttention
+from duotone.conversion.naming import named_modules
 from duotone.errors import RecipeError, UserError
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole
@@ -22,7 +23,7 @@ DROPOUTS = ("attention_dropout", "attn_dropout", "attn_drop", "dropout_prob", "d
 
 def attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The modules that multiply through transformers' attention interface, by name."""
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         config = vars(module).get("config")
         if isinstance(vars(module).get("is_causal"), bool) and hasattr(config, "_attn_implementation"):
             yield name, module
@@ -33,7 +34,7 @@ def refuse_without_interface(model: nn.Module) -> None:
 
     Such models add masks to their scores, and those that transformers makes for "duotone" are bool.
     """
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         config = vars(module).get("config") if hasattr(module, "_supports_attention_backend") else None
         if getattr(config, "_attn_implementation", None) == NAME and not any(attentions(model)):
             raise UserError(

@@ -14,7 +14,7 @@ from duotone.conversion.attention_cores import add_cores, refuse_other_attention
 from duotone.conversion.default_rules import with_default_rules
 from duotone.conversion.forwards import close_fast_paths, open_fast_paths
 from duotone.conversion.left_alone import left_alone, refuse_left_alone
-from duotone.conversion.naming import require_model, sites_of
+from duotone.conversion.naming import named_modules, require_model, sites_of
 from duotone.conversion.notices import Place, report_unmatched, warn_of_surprises
 from duotone.conversion.targets import CONVERTED, original_class, parametrized_since, targets
 from duotone.errors import UserError
@@ -87,7 +87,7 @@ def _adopt(model: nn.Module, recipe: Recipe, rules: Sequence[Rule], schedule: Sc
 def _tell_the_rest(model: nn.Module, recipe: Recipe, named: Sequence[str]) -> None:
     """Give names and the recipe to modules of Duotone that are no targets: attention, and owners of linears."""
     sites = sites_of(model)
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         take = getattr(module, "take_name", None)
         if callable(take) and name and name not in named and not isinstance(module, Planned):
             take(name, sites[name])
@@ -110,7 +110,7 @@ def revert(model: nn.Module) -> nn.Module:
     if a module was parametrized after it was converted.
     """
     require_model("revert", model)
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if isinstance(module, Planned) and parametrized_since(module):
             raise UserError(f"{name} was parametrized after it was converted; remove its parametrizations first")
     fusing.unfuse(model)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from duotone.conversion.naming import named_modules
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import OUTPUT_HEAD, Rule, first_match
@@ -68,7 +69,7 @@ Linears = dict[str, nn.Linear]
 
 def adapters(model: nn.Module) -> dict[str, int]:
     """The rank of each linear of a low-rank adapter, by full name."""
-    modules = dict(model.named_modules())
+    modules = dict(named_modules(model))
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
     low_rank = {name for name in linears if set(STEPS) & set(name.split("."))}
     for owner, parts in _by_owner(linears, modules).items():
@@ -114,7 +115,7 @@ PARTS = ("attention", "attn", "mlp", "feedforward", "ffn")
 
 def heads(model: nn.Module) -> dict[str, str]:
     """Output heads by full name, with the evidence. They include embeddings that serve as heads."""
-    modules = dict(model.named_modules())
+    modules = dict(named_modules(model))
     return _named(model) | _sized(modules) | _tied(modules) | _declared(modules)
 
 

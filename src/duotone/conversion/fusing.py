@@ -20,7 +20,7 @@ from duotone.conversion.fused_modules import (
     NormReaders,
     plain_class,
 )
-from duotone.conversion.naming import require_model
+from duotone.conversion.naming import named_modules, require_model
 from duotone.conversion.patterns import MLP, Chain, NoMatch, Norm, chain_of, children_of, is_linear, mlp_of, norm_of
 from duotone.errors import UserError
 from duotone.ops.packed_linear import class_name, pack
@@ -107,7 +107,7 @@ def _change(module: nn.Module, mixin: type, pipeline: Pipeline) -> None:
 
 def _find(model: nn.Module, samples: Mapping[nn.Module, Tensor]) -> Findings:
     findings, low_rank = Findings(), adapters(model)
-    parts = {id(module) for name, module in model.named_modules() if name in low_rank}
+    parts = {id(module) for name, module in named_modules(model) if name in low_rank}
 
     def is_leaf(reader: nn.Module) -> bool:
         return is_linear(reader) or findings.starts_with_linear(reader) or _wrapped(reader, parts) is not None

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from duotone.conversion import experts, forwards
 from duotone.conversion.default_rules import Reason, Why, heads
+from duotone.conversion.naming import named_modules
 from duotone.conversion.transposed import is_transposed
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY
@@ -40,8 +41,8 @@ Reasons = dict[str, Why]
 
 def left_alone(model: nn.Module) -> Reasons:
     """The modules that convert does not change although they may multiply by a matrix."""
-    reasons: dict[str, Why | None] = {name: reason_left_alone(module) for name, module in model.named_modules()}
-    modules = dict(model.named_modules())
+    reasons: dict[str, Why | None] = {name: reason_left_alone(module) for name, module in named_modules(model)}
+    modules = dict(named_modules(model))
     tied = {name: Why(Reason.TIED_EMBEDDING) for name in heads(model) if isinstance(modules[name], nn.Embedding)}
     return {name: why for name, why in (reasons | bypassed(model) | tied).items() if why is not None}
 
@@ -89,7 +90,7 @@ def _replaced(module: nn.Module) -> Why:
 def bypassed(model: nn.Module) -> Reasons:
     """Linears that never run, because their owner passes their weight to a function, as nn.MultiheadAttention does."""
     reasons: Reasons = {}
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         for child in bypassed_children(type(module)):
             linear = module._modules.get(child)
             if isinstance(linear, nn.Linear) and not isinstance(linear, Planned):

@@ -19,7 +19,7 @@ from duotone.conversion.default_rules import Reason, Why
 from duotone.conversion.forwards import is_fast_path_closed
 from duotone.conversion.fusing import fused_row
 from duotone.conversion.left_alone import left_alone
-from duotone.conversion.naming import require_model, sites_of
+from duotone.conversion.naming import named_modules, require_model, sites_of
 from duotone.conversion.notices import unmatched_rules
 from duotone.conversion.targets import trains
 from duotone.errors import UserError
@@ -197,7 +197,7 @@ def plan(
     skipped, trained, idle = left_alone(model), trains(model), idle_cores(model)
     planned = [module for module in model.modules() if isinstance(module, Planned)]
     with reads_without_effect(model):
-        for name, module in model.named_modules():
+        for name, module in named_modules(model):
             if isinstance(module, MultiheadAttention):
                 # Its linears get their consumers first, so each slot is asked once.
                 module.prepare_recipe(recipe or module.recipe)

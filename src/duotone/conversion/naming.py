@@ -1,12 +1,15 @@
 """Names and sites: which module of a model is which, for roles, rules and plans."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from duotone.errors import UserError
 from duotone.recipes.roles import Site
+
+WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module"}
+"""The child of a module that `torch.compile` or torch's `checkpoint_wrapper` made."""
 
 
 def require_model(taker: str, value: object) -> None:
@@ -22,6 +25,18 @@ def require_masters(masters: object) -> None:
         raise UserError("masters is a dict of tensors by full parameter name; got other values")
 
 
+def clean(name: str) -> str:
+    """A name below a model without what wrappers of torch add: each name in `WRAPPED`."""
+    return ".".join(step for step in name.split(".") if step not in WRAPPED) if name else name
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with their full names, which are those of the model without the wrappers of torch."""
+    for name, module in model.named_modules():
+        if not WRAPPED & module._modules.keys():
+            yield clean(name), module
+
+
 def assign_names(root: nn.Module) -> nn.Module:
     """Give every module below `root` that has roles its full name and place; returns `root`.
 
@@ -30,16 +45,16 @@ def assign_names(root: nn.Module) -> nn.Module:
     """
     require_model("assign_names", root)
     sites = sites_of(root)
-    for name, module in root.named_modules():
+    for name, module in named_modules(root):
         take = getattr(module, "take_name", None)
         if callable(take):
-            take(name or type(root).__name__, sites[name])
+            take(name or type(module).__name__, sites[name])
     return root
 
 
 def sites_of(root: nn.Module) -> dict[str, Site]:
     """The site of each module by full name: its index in the outermost numbered stack that holds it."""
-    modules = dict(root.named_modules())
+    modules = dict(named_modules(root))
     sites = {}
     for name, module in modules.items():
         weight = getattr(module, "weight", None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from duotone.conversion.naming import require_masters, require_model
+from duotone.conversion.naming import named_modules, require_masters, require_model
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
 from duotone.linear.core import record
@@ -56,7 +56,7 @@ def convert_parameters(
     """
     require_model("convert_parameters", model)
     recipe = as_recipe("convert_parameters", recipe)
-    planned = [(name, module) for name, module in model.named_modules() if isinstance(module, Planned)]
+    planned = [(name, module) for name, module in named_modules(model) if isinstance(module, Planned)]
     if not planned:
         kind = type(model).__name__
         raise UserError(f"nothing in {kind} follows recipes: call duotone.convert(model, recipe) before")

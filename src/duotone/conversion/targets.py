@@ -9,6 +9,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from duotone.conversion import experts, forwards
 from duotone.conversion.left_alone import Reasons
+from duotone.conversion.naming import named_modules
 from duotone.conversion.transposed import TransposedLinear, is_transposed
 from duotone.linear.plan import PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
@@ -97,7 +98,7 @@ def trains(model: nn.Module) -> bool:
 
 
 def _targets(model: nn.Module, skipped: Reasons, sites: Mapping[str, Site]) -> Iterator[Target]:
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if isinstance(module, experts.ExpertsLinear):
             continue  # its owner is the target
         if isinstance(module, Planned):

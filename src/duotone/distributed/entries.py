@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 
+from duotone.conversion.naming import clean
 from duotone.errors import UserError
 from duotone.optim.moments import laid_like, ranks_across, require_blocks
 from duotone.planned.planned import Planned
@@ -52,11 +53,6 @@ class Entry:
 
     def _whole(self, x: Tensor) -> Tensor:
         return x if self.cut is None else DTensor.from_local(x, *self.cut, run_check=False)
-
-
-def clean(name: str) -> str:
-    """The name of a parameter without what wrappers of torch add."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def model_entries(model: nn.Module, leave_out: Iterable[str]) -> dict[str, Entry]:

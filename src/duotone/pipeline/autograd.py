@@ -12,9 +12,9 @@ from torch.autograd.function import FunctionCtx
 
 from duotone.errors import UserError
 from duotone.graph_ops import as_of_now
+from duotone.numbered import never_compiled
 from duotone.pipeline.stage import Gradients, Saved, Stages
 from duotone.state.frames import FORWARD
-from duotone.state.torch_private import never_compiled
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.plane import DeferredPlane, Plane
 

@@ -4,8 +4,7 @@ import sys
 
 from torch import nn
 
-from duotone.numbered import constant_in_traces
-from duotone.state.torch_private import never_compiled
+from duotone.numbered import constant_in_traces, never_compiled
 
 PLACES = "torch.nn.modules.module", "duotone."
 """Only frames of these Python modules are searched for a model. To read those of a user would keep their variables."""

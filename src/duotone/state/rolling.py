@@ -18,10 +18,11 @@ from duotone.capture import is_capturing
 from duotone.comm import require_same
 from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, define_op
+from duotone.numbered import never_compiled
 from duotone.state import history, torch_private
 from duotone.state.delayed import STATES, DelayedState
 from duotone.state.region import STACK, AutocastRegion, Recorded, Recording, outermost_region
-from duotone.state.torch_private import MICROBATCH, PIPELINES, in_pipeline, never_compiled
+from duotone.state.torch_private import MICROBATCH, PIPELINES, in_pipeline
 from duotone.tensor.history import History
 
 ALONE = (
@@ -37,8 +38,8 @@ OLD_REGION = (
 
 
 LONG_REGION = (
-    "{} backwards ended inside of one duotone.autocast region, and delayed scales of forward roll only at its end; enter "
-    "autocast in each step"
+    "{} backwards ended inside of one duotone.autocast region, and delayed scales of forward roll only at its end; "
+    "enter autocast in each step"
 )
 MANY_BACKWARDS = 32
 """More than the microbatches of most steps."""

@@ -9,16 +9,12 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, ModuleType
-from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
-
-F = TypeVar("F", bound=Callable[..., object])
 
 graph_task_id = torch._C._current_graph_task_id
 """Which backward runs in this thread, -1 outside of any."""
@@ -55,12 +51,6 @@ def set_thread_object(key: str, value: object) -> None:
     torch._C._stash_obj_in_tls(key, value)
     if sys.getrefcount(value) == before:  # torch 2.11 takes no reference, but releases one when the thread ends
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-
-
-def never_compiled(function: F) -> F:
-    """Never compile this function or its callees, also if autograd calls it within compiled code."""
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-    return function
 
 
 def is_faking() -> bool:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import Format
+from duotone.numbered import never_compiled
 from duotone.tensor.context import LOCAL
 from duotone.tensor.fsdp import ShardHooks
 from duotone.tensor.plane import Plane, Planes, Usage
@@ -166,6 +167,7 @@ def _show(name: str) -> None:
     if hasattr(QuantizedTensor, name):
         return
 
+    @never_compiled  # the callback of a copied torch.compile(fullgraph=True) would compile it, and call it for that
     def buffer(self: QuantizedTensor) -> Tensor:
         plane = self._rowwise if side == "rowwise" else self._columnwise
         if plane is None or part not in plane.parts:
