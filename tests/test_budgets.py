@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41750
-TOOL_LINES = 8059
+LIBRARY_LINES = 41903
+TOOL_LINES = 8081
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -26,15 +26,15 @@ TESTS = Path(__file__).parent
 BENCH = TESTS.parent / "bench"
 
 BUDGETS = {
-    "attention": (3032, 21, 0),
+    "attention": (3031, 21, 0),
     "cli": (1572, 2, 0),
     "comm": (258, 3, 1),
     "compat": (3034, 11, 0),
-    "conversion": (2785, 7, 0),
+    "conversion": (2808, 7, 0),
     "dispatch": (3655, 1, 0),
-    "distributed": (513, 4, 0),
+    "distributed": (509, 4, 0),
     "formats": (1538, 0, 0),
-    "integrations": (838, 13, 2),
+    "integrations": (860, 14, 2),
     "kernels": (5048, 0, 0),
     "lab": (3904, 14, 0),
     "linear": (1990, 5, 0),
@@ -42,14 +42,14 @@ BUDGETS = {
     "observe": (2332, 6, 0),
     "ops": (1493, 0, 0),
     "optim": (900, 3, 0),
-    "package": (370, 1, 0),
-    "pipeline": (1683, 15, 0),
-    "planned": (3717, 17, 1),
+    "package": (378, 1, 0),
+    "pipeline": (1682, 15, 0),
+    "planned": (3727, 17, 1),
     "recipes": (2028, 6, 0),
     "report": (1745, 0, 0),
-    "serving": (1547, 0, 0),
-    "state": (2020, 11, 0),
-    "tensor": (3046, 17, 0),
+    "serving": (1650, 0, 0),
+    "state": (2033, 11, 0),
+    "tensor": (3048, 17, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

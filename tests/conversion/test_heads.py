@@ -53,7 +53,7 @@ def reasons(m: nn.Module) -> dict[str, str]:
         (lambda m: m, ""),
         (Wrapper, "module."),
         (lambda m: Wrapper(Wrapper(m)), "module.module."),
-        (lambda m: torch.compile(m, backend="eager"), "_orig_mod."),
+        (lambda m: torch.compile(m, backend="eager"), ""),
     ],
     ids=["root", "wrapper", "two wrappers", "compiled"],
 )

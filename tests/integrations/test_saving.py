@@ -60,3 +60,11 @@ def test_delayed_states_stay_out_of_what_a_plain_model_loads(size: str, tmp_path
     again = duotone.convert(llama(), "fp8-delayed")
     again.load_state_dict(model.state_dict())  # there they are
     assert_same_bits(duotone.recipe_state(again), duotone.recipe_state(model))
+
+
+@pytest.mark.parametrize("build", [llama, mixtral])
+def test_a_reverted_model_saves_the_values_of_its_quantized_parameters(build, tmp_path) -> None:
+    model = duotone.revert(low_precision(build=build))
+    model.save_pretrained(tmp_path)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(p, values(model)[name]) for name, p in plain.named_parameters())

@@ -1,6 +1,7 @@
 """Exports are what compressed-tensors describes, and load in transformers with equal weights."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -144,3 +145,53 @@ def test_transformers_loads_experts_with_equal_weights(scheme: str, tmp_path) ->
         assert torch.equal(experts.gate_up_proj[at], torch.cat(values[:2])) and torch.equal(
             experts.down_proj[at], values[2]
         )
+
+
+@pytest.mark.parametrize("scheme", ["FP8_BLOCK", "MXFP8", "NVFP4A16", "BF16"])
+def test_experts_come_back_from_the_names_of_published_checkpoints(scheme: str, tmp_path) -> None:
+    """transformers decodes experts of these schemes wrongly."""
+    from duotone.integrations.transformers import export, load
+
+    model = mixtral(**MOE)
+    export(model, tmp_path, scheme=scheme)
+    other = mixtral(**MOE)
+    for parameter in other.parameters():
+        torch.nn.init.zeros_(parameter)
+    with pytest.raises(duotone.UserError, match=r"^[^\n]*: load of that module reads it$"):
+        duotone.load(tmp_path, other)
+    stored, loaded = duotone.load(tmp_path), load(tmp_path, other)
+    for layer in range(2):
+        place, experts = f"model.layers.{layer}.block_sparse_moe", loaded.model.layers[layer].mlp.experts
+        assert torch.equal(loaded.model.layers[layer].mlp.gate.weight.bfloat16(), stored[f"{place}.gate.weight"])
+        for at in range(4):
+            parts = [stored[f"{place}.experts.{at}.{name}.weight"] for name in ("w1", "w3", "w2")]
+            values = [part.dequantize(torch.float32) if hasattr(part, "planes") else part.float() for part in parts]
+            assert torch.equal(experts.gate_up_proj[at], torch.cat(values[:2]))
+            assert torch.equal(experts.down_proj[at], values[2])
+    error = (loaded(batch(0)).logits - model(batch(0)).logits).norm() / model(batch(0)).logits.norm()
+    assert error < 0.3  # of two layers in four bits
+
+
+def test_projections_that_servers_fuse_in_two_schemes_are_a_warning(tmp_path) -> None:
+    with pytest.warns(
+        UserWarning, match=r"k_proj and model.layers.0.self_attn.q_proj would be stored quantized and mod"
+    ):
+        duotone.export(llama(), tmp_path, scheme="FP8_DYNAMIC", ignore=["*.v_proj"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        duotone.export(llama(), tmp_path, scheme="FP8_DYNAMIC", ignore=["*.[qkv]_proj"])
+
+
+def test_all_modules_that_servers_do_not_read_are_named_at_once(tmp_path) -> None:
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 96}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    with pytest.raises(duotone.UserError, match=r"Conv1D\) and 7 others hold what no server reads .*ignore=\["):
+        duotone.export(model, tmp_path, scheme="MXFP8")
+    with pytest.raises(duotone.UserError, match="no linear would be stored"):
+        duotone.export(model, tmp_path, scheme="MXFP8", ignore=["*.c_attn", "*.c_fc", "*.c_proj"])
+
+
+def test_a_model_in_fp16_says_so(tmp_path) -> None:
+    duotone.export(llama().half(), tmp_path, scheme="BF16")
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float16"
+    assert {tensor.dtype for tensor in duotone.load(tmp_path).values()} == {torch.float16}

@@ -147,6 +147,19 @@ def test_hooks_of_devices_are_on_converted_modules(plain) -> None:
     assert torch.equal(model(batch(0)).logits, reference(batch(0)).logits)
 
 
+@pytest.mark.parametrize("place", ["disk", "cpu"])
+def test_quantized_parameters_that_would_be_offloaded_are_refused(place: str, plain) -> None:
+    """They loaded, and the first forward ended in an error about addresses."""
+    require("accelerate")
+    devices = {"model.embed_tokens": "cpu", "model.layers": place, "model.norm": "meta", "lm_head": "cpu"}
+    with pytest.raises(duotone.UserError, match=r"^accelerate would offload weights, which exist as planes [^\n]*$"):
+        AUTO.from_pretrained(
+            plain,
+            quantization_config=DuotoneConfig("mxfp8", quantize_parameters=True),
+            device_map={**devices, "model.rotary_emb": "cpu"},
+        )
+
+
 def test_dequantize_gives_a_plain_model(plain) -> None:
     model, _ = load(plain, quantize_parameters=True)
     values = {name: p.dequantize() if hasattr(p, "planes") else p for name, p in model.named_parameters()}

@@ -333,6 +333,7 @@ def test_models_and_arguments_that_cannot_be_exported_are_one_line(tmp_path) -> 
         "is on meta": lambda: export(toy().to("meta"), tmp_path / "x", "MXFP8"),
         "give calibrate=.*or export scheme FP8_DYNAMIC": lambda: duotone.export(toy(), tmp_path / "x", scheme="FP8"),
         "no linear would be stored as MXFP8": lambda: export(duotone.convert(toy(), "bf16"), tmp_path / "x", "MXFP8"),
+        "follows no recipe outside of autocast": lambda: duotone.export(duotone.LayerNormMLP(64, 64), tmp_path / "x"),
         "did not run": lambda: duotone.export(toy(), tmp_path / "x", scheme="FP8", calibrate=lambda: None),
         "cannot be replaced; give another$": lambda: export(toy(), __file__, "MXFP8"),
         " cannot be replaced; ": lambda: export(toy(), ".", "MXFP8"),

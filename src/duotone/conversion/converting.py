@@ -22,10 +22,12 @@ from duotone.planned.delayed_checkpoint import state_names
 from duotone.planned.parametrizations import reads_without_effect
 from duotone.planned.planned import Planned
 from duotone.planned.same_recipes import leave_to_ranks
+from duotone.planned.weights import show_values
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule, require_rules
 from duotone.recipes.schedule import Phase, Schedule
 from duotone.state.autocast_context import HIGH_PRECISION
+from duotone.tensor import QuantizedTensor
 
 IGNORED = "_keys_to_ignore_on_save"
 """The attribute in which models of transformers name tensors that `save_pretrained` leaves out."""
@@ -128,6 +130,8 @@ def revert(model: nn.Module) -> nn.Module:
             module.adopt(HIGH_PRECISION, (), module.module_name, module.site)
         elif isinstance(module, DotProductAttention):
             module.recipe = HIGH_PRECISION
+        if any(isinstance(parameter, QuantizedTensor) for parameter in module._parameters.values()):
+            show_values(module)
     return model
 
 

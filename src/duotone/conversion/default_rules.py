@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from duotone.conversion.naming import named_modules
+from duotone.conversion.naming import clean, named_modules
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import OUTPUT_HEAD, Rule, first_match
@@ -163,7 +163,7 @@ def _named(model: nn.Module) -> dict[str, str]:
     linears = [child for child, module in root.named_children() if isinstance(module, nn.Linear)]
     if not linears or linears[-1] not in NAMES or name.lower().endswith(PARTS):
         return {}
-    full = f"{name}.{linears[-1]}" if name else linears[-1]
+    full = clean(f"{name}.{linears[-1]}" if name else linears[-1])
     return {full: f"it is the last linear of the model and is called {linears[-1]}"}
 
 

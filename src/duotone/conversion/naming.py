@@ -33,7 +33,7 @@ def clean(name: str) -> str:
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules with their full names, which are those of the model without the wrappers of torch."""
     for name, module in model.named_modules():
-        if not WRAPPED & module._modules.keys():
+        if WRAPPED.isdisjoint(module._modules.keys()):  # of a scripted module it is a list
             yield clean(name), module
 
 

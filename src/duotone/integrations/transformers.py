@@ -33,8 +33,9 @@ from duotone.recipes.rules import OUTPUT_HEAD, Rule, require_rules
 from duotone.recipes.schedule import Phase, Schedule
 from duotone.serving.exported_weight import ExportReport
 from duotone.serving.exporting import ExportOptions, write_export
+from duotone.serving.importing import load_into
 from duotone.serving.selection import unwrapped
-from duotone.serving.stored_tensors import stored_tensors
+from duotone.serving.stored_tensors import StoredNames, stored_tensors
 from duotone.state.autocast_context import autocast
 from duotone.tensor import QuantizedTensor
 
@@ -101,8 +102,18 @@ class DuotoneQuantizer(HfQuantizer):
     checkpoint_files: Sequence[str] = ()
 
     def _process_model_before_weight_loading(
-        self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **kwargs: object
+        self,
+        model: nn.Module,
+        checkpoint_files: Sequence[str] | None = None,
+        device_map: object = None,
+        **kwargs: object,
     ) -> None:
+        places = set(map(str, device_map.values())) if isinstance(device_map, dict) else set[str]()
+        if self.quantization_config.quantize_parameters and ("disk" in places or places > {"cpu"}):
+            raise UserError(
+                "accelerate would offload weights, which exist as planes with quantize_parameters=True and have no "
+                "values to move; leave quantize_parameters out, or cpu and disk out of device_map"
+            )
         self.checkpoint_files = [str(file) for file in checkpoint_files or () if str(file).endswith(".safetensors")]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> None:
@@ -294,18 +305,29 @@ def export(model: PreTrainedModel, path: str | Path, **options: Any) -> ExportRe
 
     UserError for a model whose layout joins several of its tensors.
     """
-    model = unwrapped(model)  # type: ignore[assignment]
     unknown = options.keys() - {field.name for field in fields(ExportOptions)}
     if unknown:
         raise UserError(f"export has no argument {min(unknown)!r}; its arguments are those of duotone.export")
+    return write_export(model, path, ExportOptions(**options), _published(model))
+
+
+def load(path: str | Path, model: PreTrainedModel) -> PreTrainedModel:
+    """Like `duotone.load` into a model, from the layout of published checkpoints, which `export` writes."""
+    return load_into(path, model, _published(model))  # type: ignore[return-value]
+
+
+def _published(model: nn.Module) -> StoredNames:
+    """The layout of published checkpoints. UserError if it joins several tensors of the model."""
+    inner: Any = unwrapped(model)
 
     def names(name: str, tensor: Tensor) -> dict[str, Tensor]:
-        return revert_weight_conversion(model, {name: tensor})
+        return revert_weight_conversion(inner, {name: tensor})
 
-    tensors = {name: t.to("meta") for name, t in stored_tensors(model).items() if not isinstance(t, QuantizedTensor)}
-    whole = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
+    tensors = {name: t.to("meta") for name, t in stored_tensors(inner).items() if not isinstance(t, QuantizedTensor)}
+    whole = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(inner, dict(tensors)).items()}
     pieces = {n: tuple(piece.shape) for name, tensor in tensors.items() for n, piece in names(name, tensor).items()}
     if whole != pieces:
         odd = min(whole.keys() ^ pieces.keys() or whole)
-        raise UserError(f"the layout of {type(model).__name__} makes {odd} of several tensors; use duotone.export")
-    return write_export(model, path, ExportOptions(**options), names)
+        remedy = "use duotone.export, and duotone.load"
+        raise UserError(f"the layout of {type(inner).__name__} makes {odd} of several tensors; {remedy}")
+    return names

@@ -203,6 +203,16 @@ def mark_entries(state_dict: dict[str, Tensor], prefix: str, parameters: Iterabl
         mark_entry(state_dict.get(prefix + name))
 
 
+def show_values(module: nn.Module) -> None:
+    """Let entries of the state_dict of a module be read at their address, also if it follows no plan."""
+    if _mark_own_entries not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_mark_own_entries)
+
+
+def _mark_own_entries(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, metadata: object) -> None:
+    mark_entries(state_dict, prefix, module._parameters)
+
+
 def demand(parameter: QuantizedTensor, usage: Usage, module: object) -> None:
     """Derive planes that a plan reads and the parameter lacks. MissingPlaneError, which names the module, on a loss."""
     try:

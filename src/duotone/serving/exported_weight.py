@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -199,15 +199,21 @@ FUSED += (("q_a_proj", "kv_a_proj_with_mqa"),)  # of DeepSeek
 """Names of linears of one module that servers multiply as one matrix, which has one global scale."""
 
 
-def share_global_scales(weights: Mapping[str, ExportedWeight]) -> None:
-    """Give linears that servers fuse one amax, unless their planes agree on one already."""
-    groups: dict[tuple[str, int], list[ExportedWeight]] = defaultdict(list)
-    for name, weight in weights.items():
+def fused_by_servers(names: Iterable[str]) -> list[list[str]]:
+    """The names of linears, without ".weight", of which servers multiply several as one matrix."""
+    groups: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for name in names:
         owner, _, child = name.rpartition(".")
         for kind, members in enumerate(FUSED):
-            if child in members and weight.scheme.has_global_scale:
-                groups[owner, kind].append(weight)
-    for group in (group for group in groups.values() if len(group) > 1):
+            if child in members:
+                groups[owner, kind].append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def share_global_scales(weights: Mapping[str, ExportedWeight]) -> None:
+    """Give linears that servers fuse one amax, unless their planes agree on one already."""
+    scaled = (name for name, weight in weights.items() if weight.scheme.has_global_scale)
+    for group in ([weights[name] for name in group] for group in fused_by_servers(scaled)):
         amaxes = [None if one.plane is None else float(one.plane.parts["amax"]) for one in group]
         if None in amaxes or len(set(amaxes)) > 1:
             shared = torch.cat([one.values_amax().cpu() for one in group]).amax().reshape(1)

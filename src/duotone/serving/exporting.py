@@ -16,7 +16,13 @@ from duotone.conversion.naming import require_masters, require_model
 from duotone.dispatch.stages import uncompiled
 from duotone.errors import UserError
 from duotone.modules import LayerNormLinear
-from duotone.serving.exported_weight import ExportedWeight, ExportReport, ExportRow, share_global_scales
+from duotone.serving.exported_weight import (
+    ExportedWeight,
+    ExportReport,
+    ExportRow,
+    fused_by_servers,
+    share_global_scales,
+)
 from duotone.serving.folder import CONFIG, NOTES, Item, Note, as_path, write_folder
 from duotone.serving.schemes import BF16, Scheme, get_scheme
 from duotone.serving.selection import (
@@ -26,6 +32,7 @@ from duotone.serving.selection import (
     scheme_of_recipe,
     selected_weights,
     unwrapped,
+    why_none,
 )
 from duotone.serving.stored_tensors import (
     ExportedExperts,
@@ -101,10 +108,7 @@ def write_export(
     if not isinstance(options.max_shard_bytes, int | float) or not options.max_shard_bytes > 0:
         raise UserError(f"max_shard_bytes is {options.max_shard_bytes!r}; give a number above 0")
     if scheme is not None and not weights:
-        raise UserError(
-            f"no linear would be stored as {scheme.name}, because the recipe or ignore= keeps all in high precision; "
-            "call duotone.revert(model) before, or export BF16"
-        )
+        raise UserError(f"no linear would be stored as {scheme.name}, {why_none(model)}; or export BF16")
     linears = {name: weight for name, weight in weights.items() if isinstance(weight, ExportedWeight)}
     for weight in weights.values():
         if isinstance(weight, ExportedExperts):
@@ -119,7 +123,9 @@ def write_export(
         linear.refuse_shape()
         linear.refuse_source(options.allow_requantize)
     items = list(_items(model, weights, names))
-    config = _config(model, scheme, list(_ignored(model, weights, items, names)))
+    ignored = list(_ignored(model, weights, items, names))
+    _warn_of_mixes([linear.name for linear in linears.values()], ignored)
+    config = _config(model, scheme, ignored)
     is_small = sum(parameter.numel() for parameter in model.parameters()) < COMPILE_FROM
     with uncompiled(is_small), _threads(1 if is_small else torch.get_num_threads()):
         total, notes = write_folder(
@@ -198,7 +204,9 @@ def _config(model: nn.Module, scheme: Scheme | None, ignored: list[str]) -> dict
     """The config of the model, if it is one of transformers, and how its linears are quantized."""
     text = getattr(getattr(model, "config", None), "to_json_string", None)
     config: dict[str, object] = json.loads(str(text())) if callable(text) else {}
-    config |= {"architectures": [type(model).__name__], "dtype": "bfloat16"}
+    dtypes = {PlainTensor("", parameter, own_name).dtype for parameter in model.parameters()}
+    is_half = scheme is None and dtypes == {torch.float16}
+    config |= {"architectures": [type(model).__name__], "dtype": "float16" if is_half else "bfloat16"}
     config.pop("quantization_config", None)
     if scheme is not None:
         config["quantization_config"] = {
@@ -211,6 +219,19 @@ def _config(model: nn.Module, scheme: Scheme | None, ignored: list[str]) -> dict
             "global_compression_ratio": None,
         }
     return config
+
+
+def _warn_of_mixes(stored: Sequence[str], ignored: Sequence[str]) -> None:
+    """Warn if linears that servers multiply as one matrix would be stored in two ways."""
+    for group in fused_by_servers([*stored, *ignored]):
+        high = sorted(set(group) & set(ignored))
+        if high and len(high) < len(group):
+            low = sorted(set(group) - set(high))
+            warnings.warn(
+                f"{' and '.join(low)} would be stored quantized and {' and '.join(high)} in bf16, but servers multiply "
+                f"them as one matrix and refuse such files; put all of them into ignore=",
+                stacklevel=4,
+            )
 
 
 def _ignored(model: nn.Module, weights: Weights, items: Sequence[Item], names: StoredNames) -> Iterator[str]:

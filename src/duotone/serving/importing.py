@@ -1,6 +1,7 @@
 """load: exported files as quantized tensors, alone or in a model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,10 +17,12 @@ from duotone.planned.planned import Planned
 from duotone.planned.weights import replace
 from duotone.serving.folder import CONFIG, NOTES, as_path, open_files, read_text
 from duotone.serving.schemes import GLOBAL, Scheme, global_scale, scheme_of_group
-from duotone.serving.stored_tensors import stored_tensors
+from duotone.serving.stored_tensors import StoredNames, own_name, stored_tensors
 from duotone.serving.tensor_file import TensorFile, TensorSpec
 from duotone.tensor import Plane, Planes, QuantizedTensor, Quantizer
 from duotone.tensor.plane_tensor import plain
+
+OTHER_LAYOUT = ", or what duotone.integrations.transformers.export wrote: load of that module reads it"
 
 
 class StoredLinear(NamedTuple):
@@ -124,16 +127,22 @@ def load(path: str | Path, model: nn.Module | None = None) -> dict[str, Tensor] 
     of other programs in the same schemes load too. UserError, before anything changes, for a checkpoint of another
     model or scheme, and for files that are absent or damaged.
     """
-    checkpoint = Checkpoint(as_path("load", path))
     if model is None:
+        checkpoint = Checkpoint(as_path("load", path))
         return {name: checkpoint.read(name) for name in checkpoint.shapes}
+    return load_into(path, model, own_name)
+
+
+def load_into(path: str | Path, model: nn.Module, names: StoredNames) -> nn.Module:
+    """`load` into a model, from the layout of `names`."""
+    checkpoint = Checkpoint(as_path("load", path))
     require_model("load", model)
-    targets = stored_tensors(model)
-    _refuse_other(checkpoint, targets)
+    targets = {name: Target(name, tensor, names) for name, tensor in stored_tensors(model).items()}
+    _refuse_other(checkpoint, list(targets.values()))
     with torch.no_grad():
-        for name, target in targets.items():
-            if name in checkpoint.shapes:
-                _write(target, checkpoint.read(name, target.dtype))
+        for target in targets.values():
+            if target.is_in(checkpoint):
+                _write(target.tensor, target.value(checkpoint))
     for module in model.modules():
         if isinstance(module, Planned):
             delayed_states.drop(module)  # their scales are of other weights
@@ -141,22 +150,57 @@ def load(path: str | Path, model: nn.Module | None = None) -> dict[str, Tensor] 
     return model
 
 
-def _refuse_other(checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> None:
+@dataclass(frozen=True)
+class Target:
+    """A tensor of a model, and the layout of its files."""
+
+    name: str
+    tensor: Tensor
+    names: StoredNames
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the stored pieces, by name."""
+        pieces = self.names(self.name, torch.empty(self.tensor.shape, device="meta"))
+        return {name: tuple(piece.shape) for name, piece in pieces.items()}
+
+    def is_in(self, checkpoint: Checkpoint) -> bool:
+        """Whether all pieces are stored."""
+        return self.shapes.keys() <= checkpoint.shapes.keys()
+
+    def value(self, checkpoint: Checkpoint) -> Tensor:
+        """The stored tensor, joined from its pieces if they have another layout."""
+        small = torch.arange(2 ** self.tensor.dim()).view((2,) * self.tensor.dim())
+        alike = self.names(self.name, small)
+        name, first = next(iter(alike.items()))
+        if len(alike) == 1 and torch.equal(first, small):
+            return checkpoint.read(name, self.tensor.dtype)
+        places = torch.arange(self.tensor.numel()).view(self.tensor.shape)
+        value = torch.empty(self.tensor.shape, dtype=self.tensor.dtype)
+        for name, place in self.names(self.name, places).items():
+            value.view(-1)[place.reshape(-1)] = plain(checkpoint.read(name, value.dtype)).to(value.dtype).reshape(-1)
+        return value
+
+
+def _refuse_other(checkpoint: Checkpoint, targets: Sequence[Target]) -> None:
     """UserError unless the checkpoint has each tensor of the model, or one that it is tied to, and no other."""
     path, shapes = checkpoint.path, checkpoint.shapes
-    stored = {id(target) for name, target in targets.items() if name in shapes}
-    for name, target in targets.items():
-        if id(target) not in stored:
-            raise UserError(f"{path} has no {name}; it is a checkpoint of another model")
-        if name in shapes and tuple(target.shape) != tuple(shapes[name]):
-            raise UserError(f"{name} is {tuple(shapes[name])} in {path} and {tuple(target.shape)} in the model")
-    for name in shapes.keys() - targets.keys():
+    stored = {id(target.tensor) for target in targets if target.is_in(checkpoint)}
+    places = {name: (target, shape) for target in targets for name, shape in target.shapes.items()}
+    for name, (target, shape) in places.items():
+        if name not in shapes and id(target.tensor) not in stored:
+            other = OTHER_LAYOUT if target.names is own_name else ""
+            raise UserError(f"{path} has no {name}; it is a checkpoint of another model{other}")
+        if name in shapes and shape != tuple(shapes[name]):
+            raise UserError(f"{name} is {tuple(shapes[name])} in {path} and {shape} in the model")
+    for name in shapes.keys() - places.keys():
         raise UserError(f"{path} has {name}, which the model has not; it is a checkpoint of another model")
-    firsts: dict[int, str] = {}
+    firsts: dict[int, Target] = {}
     for name in shapes:
-        first = firsts.setdefault(id(targets[name]), name)
-        if first != name and not torch.equal(plain(checkpoint.read(first)), plain(checkpoint.read(name))):
-            raise UserError(f"{path} has other values for {name} than for {first}; untie them in the model")
+        target = places[name][0]
+        first = firsts.setdefault(id(target.tensor), target)
+        if first is not target and not torch.equal(plain(first.value(checkpoint)), plain(target.value(checkpoint))):
+            raise UserError(f"{path} has other values for {target.name} than for {first.name}; untie them in the model")
 
 
 def _write(target: Tensor, value: Tensor) -> None:

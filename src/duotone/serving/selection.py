@@ -17,6 +17,7 @@ from duotone.planned.planned import Planned
 from duotone.serving.exported_weight import ExportedWeight
 from duotone.serving.schemes import Scheme, scheme_for
 from duotone.serving.stored_tensors import ExportedExperts, StoredNames, stored_name
+from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.tensor import QuantizedTensor
 
 Weights = dict[str, ExportedWeight | ExportedExperts]
@@ -28,6 +29,7 @@ def selected_weights(
     """The weights that are stored quantized, by the full name of the parameter."""
     excluded = {*left_alone(model), *heads(model)}
     weights: Weights = {}
+    refused: dict[str, nn.Module] = {}
     for owner, module in model.named_modules():
         if any(fnmatchcase(owner, pattern) for pattern in ignore):
             continue
@@ -43,9 +45,18 @@ def selected_weights(
             weight = ExportedWeight(stored, parameter, scheme, encoder, masters.get(name))
             weights[name] = weight if is_linear else ExportedExperts(weight, names)
             if is_linear and not isinstance(module, nn.Linear):
-                _refuse_module(owner, module)
+                refused[owner] = module
+    _refuse_modules(refused)
     _refuse_ties(model, weights)
     return weights
+
+
+def why_none(model: nn.Module) -> str:
+    """Why no linear of a model is stored quantized, and what to do."""
+    for name, why in left_alone(model).items():
+        if isinstance(model.get_submodule(name), nn.Linear):
+            return f"because linears such as {name} have a forward of their own ({why.text})"
+    return "because the recipe or ignore= keeps all in high precision; call duotone.convert(model, recipe) with another"
 
 
 def _encoder(fmt: Format, scheme: Scheme) -> Format:
@@ -84,9 +95,19 @@ def _matrices(owner: str, module: nn.Module) -> Iterator[tuple[str, Format | Non
 
 
 def _refuse_module(owner: str, module: nn.Module) -> None:
-    kind = type(module).__name__
+    _refuse_modules({owner: module})
+
+
+def _refuse_modules(modules: Mapping[str, nn.Module]) -> None:
+    """UserError if there are any. It names the first, and globs for all."""
+    if not modules:
+        return
+    owner, module = next(iter(modules.items()))
+    others = f" and {len(modules) - 1} others hold" if len(modules) > 1 else " holds"
+    globs = sorted({f"*.{name.rpartition('.')[2]}" for name in modules}) if len(modules) > 1 else [owner]
     raise UserError(
-        f"{owner} ({kind}) holds what no server reads as the weight of a linear; ignore={[owner]!r} stores it in bf16"
+        f"{owner} ({type(module).__name__}){others} what no server reads as the weight of a linear; ignore={globs!r} "
+        "stores that in bf16"
     )
 
 
@@ -100,7 +121,13 @@ def trained_format(module: nn.Module | None) -> Format | None:
 
 
 def scheme_of_recipe(model: nn.Module) -> Scheme | None:
-    """The scheme of most weights; None if all are in high precision."""
+    """The scheme of most weights; None if all are in high precision. UserError if no recipe says so."""
+    for name, module in model.named_modules():
+        if isinstance(module, Planned) and module.recipe is HIGH_PRECISION:
+            raise UserError(
+                f"{name or type(module).__name__} follows no recipe outside of autocast, so that scheme=None has no "
+                'answer; give scheme=, as "BF16" for high precision'
+            )
     formats = [fmt for module in model.modules() if (fmt := trained_format(module)) not in (None, IDENTITY)]
     counts = Counter(fmt.name for fmt in formats if fmt is not None)
     most = max(counts, key=lambda name: counts[name], default="")

@@ -18,6 +18,9 @@ StoredNames = Callable[[str, Tensor], Mapping[str, Tensor]]
 """The full name of a tensor, and the tensor, which may be on meta -> its pieces by the names that files give them."""
 
 
+SPLITS = ", and duotone.integrations.transformers.export splits the experts of transformers"
+
+
 def own_name(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
     """The layout of the model itself."""
     return {name: tensor}
@@ -102,9 +105,11 @@ class ExportedExperts:
         like, pieces = self.like, self.names(self.like.name, values)
         for name, piece in pieces.items():
             if piece.dim() != 2 or not name.endswith(".weight"):
+                owner = like.name.rpartition(".")[0]
+                remedy = "" if self.names is not own_name else SPLITS
                 raise UserError(
-                    f"{like.name} holds what no server reads as weights of linears; ignore=[...] stores a module in "
-                    "bf16, and duotone.integrations.transformers.export splits the experts of transformers"
+                    f"{like.name} holds what no server reads as weights of linears; ignore={[owner]!r} stores it in "
+                    f"bf16{remedy}"
                 )
         whole = replace(like, master=None, is_rounded=like.source == "re-encoded")
         linears = {name.removesuffix(".weight"): piece for name, piece in pieces.items()}
