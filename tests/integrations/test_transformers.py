@@ -109,7 +109,7 @@ def test_a_checkpoint_loads_under_another_head_with_the_states_of_what_both_have
     for at in range(2):
         step(model, at)
     model.save_pretrained(tmp_path / "x")
-    config, mine = DuotoneConfig(recipe), duotone.recipe_state(model)
+    config, scales = DuotoneConfig(recipe), duotone.recipe_state(model)
     for kind, prefix, options in (
         (transformers.AutoModel, "", {}),
         (transformers.AutoModelForSequenceClassification, "model.", {}),
@@ -117,11 +117,11 @@ def test_a_checkpoint_loads_under_another_head_with_the_states_of_what_both_have
     ):
         other = kind.from_pretrained(tmp_path / "x", quantization_config=config, **options)
         states = {f"model.{name.removeprefix(prefix)}": t for name, t in duotone.recipe_state(other).items()}
-        assert bool(states) == bool(mine)
-        assert not [name for name, t in states.items() if name in mine and not torch.equal(t, mine[name])]
-        seeds, own = duotone.rng_state(other), duotone.rng_state(model)
+        assert bool(states) == bool(scales)
+        assert not [name for name, t in states.items() if name in scales and not torch.equal(t, scales[name])]
+        seeds, before = duotone.rng_state(other), duotone.rng_state(model)
         common = {f"model.{name.removeprefix(prefix)}": seed for name, seed in seeds.items() if "layers" in name}
-        assert common and all(torch.equal(seed, own[name]) for name, seed in common.items())
+        assert common and all(torch.equal(seed, before[name]) for name, seed in common.items())
 
 
 def test_scales_that_an_edited_weight_has_outgrown_start_anew(plain, tmp_path) -> None:
