@@ -33,6 +33,17 @@ CALLS = {
     "te.fp8.check_fp8_support()": "runs",
     "recipe.NVFP4BlockScaling(fp4_format=recipe.Format.E2M1)": "runs",
     "te.Nothing()": "refused",
+    "te.checkpoint(te.Linear(8, 8), torch.ones(1, 8, requires_grad=True), distribute_saved_activations=True)": "refused",
+    "te.checkpoint(te.Linear(8, 8), torch.ones(1, 8, requires_grad=True), distribute_saved_activations=False)": "runs",
+    "te.get_cpu_offload_context(True, 1, 2, offload_weights=True)": "refused",
+    "te.make_graphed_callables(te.Linear(8, 8), (torch.ones(1, 8),), fp8_weight_caching=True)": "refused",
+    "te.make_graphed_callables(te.Linear(8, 8), (torch.ones(1, 8),), fp8_enabled=False)": "runs",
+    "te.TransformerLayer(64, 128, 4, tp_size=2)": "refused",
+    "te.TransformerLayer(64, 128, 4, tp_size=1)": "runs",
+    "te.Linear(64, 64, parallel_mode='column', tp_size=2)": "runs",
+    "te.TransformerLayer(64, 128, 4, hidden_droput=0.0)": "depends",
+    "te.DotProductAttention(2, 16, tp_group=None, get_rng_state_tracker=None, attention_type='self')": "runs",
+    "te.LayerNorm(hidden_size=8, sequence_parallel=True)": "runs",
 }
 
 
@@ -58,16 +69,18 @@ mlp = MLP(64, 128)
 with engine.fp8_autocast(fp8_recipe=DelayedScaling(fp8_format=Format.E4M3)):
     y = mlp(inp=x)
 print(other.Linear(1), tex.gemm(y))
+RMSNorm(8)
 """
 
 
 def test_names_are_followed_through_imports() -> None:
     rows = {(use.line, use.call): use for use in uses(SCRIPT)}
-    assert [line for line, _ in rows] == [6, 8, 9, 9, 9, 10, 11]
+    assert [line for line, _ in rows] == [6, 8, 9, 9, 9, 10, 11, 12]
     assert rows[8, "LayerNormMLP"] == Use(8, "LayerNormMLP", "runs", NATIVE["LayerNormMLP"])
     assert rows[10, "mlp(inp=)"].write.startswith("name it x")
     assert rows[11, "gemm"].after_install == "refused" and "Quantizer" in rows[11, "gemm"].write
-    assert rows[6, "from transformer_engine.pytorch import *"].after_install == "refused"
+    assert rows[6, "from transformer_engine.pytorch import *"].after_install == "runs"
+    assert rows[12, "RMSNorm"].after_install == "runs"
 
 
 def test_scripts_without_transformer_engine_have_no_rows() -> None:

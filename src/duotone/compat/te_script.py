@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from duotone.compat.transformer_engine.instead import INSTEAD, MODULES_WITHOUT
-from duotone.compat.transformer_engine.names import MODULES, NATIVE
+from duotone.compat.transformer_engine.names import MODULES, NATIVE, PACKAGE
 from duotone.compat.transformer_engine.optimizers import ADAM, SGD
-from duotone.compat.transformer_engine.options import Rule, rule_of
+from duotone.compat.transformer_engine.options import OF_FUNCTIONS, ORDER, RENAMED, Rule, rule_of
 from duotone.compat.transformer_engine.recipe import UNUSED
 from duotone.errors import UserError
 
 ROOT = "transformer_engine"
 RUNS, REFUSED, DEPENDS = "runs", "refused", "depends"
+OF_RANKS = "attention_type cp_group device get_rng_state_tracker sequence_parallel set_parallel_mode tp_group".split()
+"""Options that modules take in a way of their own."""
 UNKNOWN = "no counterpart: see docs/from-te.md"
 
 
@@ -58,6 +60,8 @@ class Script:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 for alias in node.names:
                     self._add(node.lineno, alias.asname or alias.name, f"{node.module}.{alias.name}", True)
+                    for name in MODULES.get(node.module, ()) if alias.name == "*" else ():
+                        self.paths.setdefault(name, f"{node.module}.{name}")
 
     def _add(self, line: int, name: str, path: str, is_whole: bool) -> None:
         if path.partition(".")[0] in (ROOT, f"{ROOT}_torch"):
@@ -76,7 +80,9 @@ class Script:
         for line, path in self.imported:
             module, name = split(path)
             if name == "*":
-                yield Use(line, f"from {module} import *", REFUSED, "name what is imported")
+                yield Use(
+                    line, f"from {module} import *", RUNS if MODULES.get(module) else REFUSED, "name what is imported"
+                )
             elif name and not remedy(module, name) and name not in MODULES.get(module, ()):
                 yield Use(line, path, REFUSED, UNKNOWN)
 
@@ -119,6 +125,8 @@ def native(path: str) -> str:
 
 def options(call: ast.Call, name: str, path: str) -> Iterator[Use]:
     """Options that are refused, or would be with some values."""
+    if _lacks_group(call, path):
+        yield Use(call.lineno, f"{name}(tp_size=)", REFUSED, "give the tp_group of these ranks")
     for keyword in call.keywords:
         if keyword.arg is None:
             remedy = "the script alone does not show these options; compare them with the page"
@@ -126,6 +134,9 @@ def options(call: ast.Call, name: str, path: str) -> Iterator[Use]:
             continue
         rule = _rule(name, keyword.arg, path)
         if rule is None:
+            if _is_unknown(keyword.arg, name, path):
+                text = "no option of this name is known here; compare with the page"
+                yield Use(call.lineno, f"{name}({keyword.arg}=)", DEPENDS, text)
             continue
         is_harmless, remedy = rule
         try:
@@ -139,8 +150,30 @@ def options(call: ast.Call, name: str, path: str) -> Iterator[Use]:
             yield Use(call.lineno, f"{name}({keyword.arg}={ast.unparse(keyword.value)})", status, remedy)
 
 
+def _lacks_group(call: ast.Call, path: str) -> bool:
+    """Whether a module is split over ranks, and no group of them is given, now or later."""
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    size = given.get("tp_size")
+    is_split = isinstance(size, ast.Constant) and isinstance(size.value, int) and size.value > 1
+    return is_split and not {"tp_group", "parallel_mode", None} & given.keys() and _is_module(path)
+
+
+def _is_module(path: str) -> bool:
+    return path.startswith(f"{PACKAGE}.pytorch:") and hasattr(pkgutil.resolve_name(path), "constructor")
+
+
+def _is_unknown(option: str, name: str, path: str) -> bool:
+    """Whether the constructor of a module does not know an option by any name."""
+    if not _is_module(path):
+        return False
+    constructor = pkgutil.resolve_name(path).constructor
+    return not {option, RENAMED.get(option)} & {*constructor, *ORDER.get(name, "").split(), *OF_RANKS}
+
+
 def _rule(name: str, option: str, path: str) -> Rule | None:
     """Which values of an option run."""
+    if name in OF_FUNCTIONS:
+        return OF_FUNCTIONS[name].get(option)
     optimizers: dict[str, dict[str, Rule]] = {"FusedAdam": ADAM, "FusedSGD": SGD}
     if name in optimizers:
         return optimizers[name].get(option)

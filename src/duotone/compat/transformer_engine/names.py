@@ -118,6 +118,13 @@ NATIVE = {
     "CudaRNGStatesTracker": "torch.cuda.get_rng_state and set_rng_state",
     "DelayedScaling": "duotone.DelayedScaling, with first_scale_from_amax=False, skip_nonfinite_amax=False, "
     f"spike_factor=0.0 and {NUMERICS}",
+    "FP8GlobalStateManager": "duotone.autocast; states belong to modules: duotone.recipe_state",
+    "BasicLinear": "duotone.ops.BasicLinear",
+    "Bias": "duotone.ops.Bias",
+    **dict.fromkeys(("MMParams", "QParams"), "the options of a recipe"),
+    **dict.fromkeys(("activation_recompute_forward", "destroy_ub", "initialize_ub"), "nothing"),
+    **dict.fromkeys(("device_supports_multicast",), "nothing: products and collectives do not overlap"),
+    "get_device_compute_capability": "torch.cuda.get_device_capability",
     "FusedAdam": "duotone.optim.AdamW, with weight_decay=0.0",
     "FusedSGD": "torch.optim.SGD",
     "apply_rotary_pos_emb": "duotone.attention.apply_rotary_pos_emb",

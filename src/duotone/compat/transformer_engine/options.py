@@ -57,6 +57,18 @@ WITHOUT: dict[str, Rule] = {
 }
 """Options without a counterpart."""
 
+LEAVE_OUT: Rule = (lambda value: not value), "leave it out"
+OF_FUNCTIONS: dict[str, dict[str, Rule]] = {
+    "checkpoint": {"distribute_saved_activations": LEAVE_OUT},
+    "get_cpu_offload_context": {"offload_weights": LEAVE_OUT, "manual_synchronization": LEAVE_OUT},
+    "make_graphed_callables": dict.fromkeys(
+        "fp8_weight_caching cache_quantized_params sample_kwargs pool retain_graph_in_backward pre_warmup_hook "
+        "post_warmup_hook capture_time_hooks".split(),
+        LEAVE_OUT,
+    ),
+}
+"""Options without a counterpart of functions, by their name."""
+
 LINEAR = (
     "sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker init_method bias return_bias "
     "params_dtype parallel_mode parameters_split device"
