@@ -203,3 +203,26 @@ def test_a_copy_of_a_whole_graph_over_quantized_parameters_runs(way: Callable[[n
     want = step(m)
     for result, value in zip(step(way(compiled)), want, strict=True):
         assert result.equal(value)
+
+
+@pytest.mark.parametrize("fault", ["a factory", "the format of a weight"])
+def test_a_compiled_call_has_the_error_of_eager_code(fault: str) -> None:
+    """Dynamo wrapped it in twenty lines that ask to report a bug to PyTorch, and no handler for it caught them."""
+    m = duotone.convert(model(), "mxfp8")
+    if fault == "the format of a weight":
+        duotone.convert_parameters(m, "mxfp8")
+    other = CustomRecipe(qfactory=lambda role: None) if fault == "a factory" else recipes.load("nvfp4")
+    message = (
+        "^qfactory returned None for [^\n]*$" if fault == "a factory" else "^the weight of 0.up is held in [^\n]*$"
+    )
+    compiled = torch.compile(m, backend="aot_eager")
+    for each in (m, compiled):
+        with pytest.raises(duotone.RecipeError, match=message), duotone.autocast(recipe=other):
+            step(each)
+    want = step(m)
+    for result, value in zip(step(compiled), want, strict=True):  # the error has left nothing behind
+        assert result.equal(value)
+    torch.compiler.reset()  # torch runs eagerly what ended in an error
+    whole = torch.compile(m, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"^RecipeError: "), duotone.autocast(recipe=other):
+        step(whole)

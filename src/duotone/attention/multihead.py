@@ -19,7 +19,7 @@ from duotone.numbered import ByName
 from duotone.pipeline.op import is_distributed
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
 from duotone.pipeline.titles import title
-from duotone.planned.traced_stages import refuse_export
+from duotone.planned.trace_errors import refuse_export
 from duotone.recipes.recipe import Recipe, RecipeLike, drop_dead
 from duotone.recipes.roles import QuantizerRole
 from duotone.state.torch_private import in_context_parallel

@@ -15,7 +15,7 @@ from duotone.pipeline.op import TensorInfo, require_fit
 from duotone.pipeline.stage import Stage
 from duotone.pipeline.titles import title
 from duotone.planned.planned import Planned
-from duotone.planned.traced_stages import refuse_export
+from duotone.planned.trace_errors import refuse_export
 from duotone.recipes.roles import QuantizerRole
 from duotone.state import seeds
 from duotone.tensor import QuantizedTensor, Quantizer

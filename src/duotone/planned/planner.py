@@ -23,7 +23,7 @@ from duotone.numbered import ByName
 from duotone.pipeline.op import KEEPS, TensorInfo, is_distributed
 from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.pipeline.titles import title
-from duotone.planned import delayed_states, traced_stages
+from duotone.planned import delayed_states, trace_errors, traced_stages
 from duotone.planned.opaque_stage import OpaqueStage
 from duotone.planned.parametrizations import reads_without_effect, weights_of
 from duotone.planned.same_recipes import WRAPPED
@@ -223,7 +223,7 @@ class Planner:
         config = self.config
         traced_stages.ask(config, recipe.key)
         if quantizer is not None and any(lacks_rowwise(weight) for weight in module.weights):
-            traced_stages.refuse_recompute()
+            trace_errors.refuse_recompute()
         input_held = "" if info.quantizer is None else info.quantizer.words
         formats = traced_stages.formats_of(quantizer)
         where = (info.place, str(info.dtype), group, weight_dtype is not info.dtype, formats, input_held)
@@ -233,7 +233,7 @@ class Planner:
         stage: PlannedStage = getattr(traced_stages.PLANS, name).stage
         if quantizer is not None and any(records_amaxes(weight) for weight in module.weights):
             if not isinstance(stage, LinearStage) or not quantizer.delayed[0]:
-                traced_stages.refuse_amaxes()
+                trace_errors.refuse_amaxes()
             stage = stage.with_weights_from(RECORD_IN_GRAPH)
         return stage.of_module(self.handle) if stage.plan.is_delayed else stage
 
@@ -365,7 +365,7 @@ class Planner:
         """The stage with the module's caches and sinks. MissingPlaneError if a `main_grad` is missing."""
         module = self.module
         if torch.compiler._is_exporting_flag:  # torch 2.11 takes every trace for an export by the public name
-            traced_stages.refuse_export(f"{title(module)}: {KEEPS}, and cannot be exported: leave them out")
+            trace_errors.refuse_export(f"{title(module)}: {KEEPS}, and cannot be exported: leave them out")
         if first is not None and any(map(records_amaxes, module.weights)):
             raise UserError(
                 f"{title(module)}: under delayed scaling gather_quantized encodes a weight for each microbatch; "

@@ -11,16 +11,18 @@ import warnings
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from duotone.dispatch.produced_ops import Inputs, empty_produced, produced_planes
 from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, define_op
 from duotone.linear.layout import Layout
 from duotone.numbered import ByName, Numbered, constant_in_traces
+from duotone.planned.trace_errors import leave_to_eager
 from duotone.recipes.recipe import drop_dead, keep_for_graphs, recipe_of
 from duotone.state import seeds
 from duotone.state.delayed_slot import define_slot_ops
@@ -330,7 +332,8 @@ def plan_name(fields: tuple[Any, ...]) -> str:
     `fields` are those of a `Key`.
     """
     key = Key(*fields)
-    if is_trace_recomputed():
+    is_tracing = TracingContext.try_get() is not None  # code behind a broken graph calls this too
+    if is_tracing and is_trace_recomputed():
         RECOMPUTED.add(key.config)
     name = "_".join(map(str, key)).replace(".", "_").replace(":", "_")  # names of attributes contain neither
     owners = _owners(key.config)  # keeps them alive meanwhile
@@ -347,7 +350,12 @@ def plan_name(fields: tuple[Any, ...]) -> str:
         # A trace may replace parameters (torch.func.functional_call), so that no module has such a weight.
         planner = next((each for each in alike if each.has_weight(key, call.dtype)), alike[0])
         mode = AMAX_MODES[key.mode]
-        stage = planner.template(name, recipe_of(key.recipe), call, mode)
+        try:
+            stage = planner.template(name, recipe_of(key.recipe), call, mode)
+        except UserError as error:
+            if is_tracing:
+                leave_to_eager(planner, recipe_of(key.recipe), call._replace(is_traced=False), mode, error)
+            raise
         _forget_gone()
         _drop_dead(_NAMES.setdefault(key.config, {}))
         _NAMES[key.config][key.recipe, name] = name
@@ -373,28 +381,3 @@ def _drop_dead(names: dict[tuple[str, ...], str]) -> None:
     drop_dead(names)
     for key in before.keys() - names.keys():
         delattr(PLANS, before[key])
-
-
-@constant_in_traces
-def refuse_amaxes() -> NoReturn:
-    """UserError in a trace that would record no amax of a weight of `gather_quantized`."""
-    raise UserError(
-        "compiled code records amaxes of weights that gather_quantized sends only for a linear whose rowwise scale is "
-        "delayed; leave this layer eager, use a recipe with current scales, or duotone.convert_parameters"
-    )
-
-
-@constant_in_traces
-def refuse_export(why: str) -> None:
-    """UserError in a trace of torch.export, also with strict=True."""
-    raise UserError(why)
-
-
-@constant_in_traces
-def refuse_recompute() -> None:
-    """UserError in a trace that recomputes a forward whose rowwise plane FSDP2 has not gathered."""
-    raise UserError(
-        "a checkpoint recomputes what was compiled outside of it, and FSDP2 has not gathered the plane that forward "
-        "reads; call torch._dynamo.reset() before the first step that recomputes, or give fully_shard "
-        "reshard_after_forward=False"
-    )
