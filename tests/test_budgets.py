@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 41988
+LIBRARY_LINES = 42002
 TOOL_LINES = 8081
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -44,12 +44,12 @@ BUDGETS = {
     "optim": (900, 3, 0),
     "package": (378, 1, 0),
     "pipeline": (1682, 15, 0),
-    "planned": (3760, 17, 1),
+    "planned": (3772, 17, 1),
     "recipes": (2028, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1650, 0, 0),
     "state": (2033, 11, 0),
-    "tensor": (3048, 17, 0),
+    "tensor": (3050, 17, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

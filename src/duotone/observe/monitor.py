@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from duotone.conversion.naming import require_model
+from duotone.conversion.naming import named_modules, require_model
 from duotone.errors import UserError
 from duotone.observe.alarms import Alarm, Alarms
 from duotone.observe.step_statistics import Row, Sent, StepStatistics
@@ -83,7 +83,7 @@ class Monitor:
         self._model, self._every, self._first, self._on_alarm = model, every, start + 1, on_alarm
         self._checks, self._is_closed = Alarms(), False
         self._open = ExitStack()
-        planned = [(name, module) for name, module in model.named_modules() if isinstance(module, Planned)]
+        planned = [(name, module) for name, module in named_modules(model) if isinstance(module, Planned)]
         followers = {m.module_name: m.module_name if m.site.named else name for name, m in planned}
         self._statistics = StepStatistics(followers)
         self._recipes, self._is_sampling = dict[str, TappedRecipe](), False
@@ -114,7 +114,7 @@ class Monitor:
         self.steps += 1
         if self._is_sampling:
             self._open.close()
-            named = self._model.named_modules()
+            named = named_modules(self._model)
             states = {name: module for name, module in named if isinstance(module, DelayedState)}
             self._sent.append((self.steps, self._statistics.send(states)))
             self._is_sampling = False

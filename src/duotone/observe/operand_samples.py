@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone.conversion.default_rules import with_default_rules
-from duotone.conversion.naming import require_model, sites_of
+from duotone.conversion.naming import named_modules, require_model, sites_of
 from duotone.errors import UserError
 from duotone.observe.storages import as_before, device_of
 from duotone.recipes.roles import QuantizerRole, Site
@@ -46,7 +46,7 @@ def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
     rules = with_default_rules(OUTPUT_HEAD, model, sites, [])
     return {
         name: module
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if isinstance(module, nn.Linear)
         and first_rule(rules, QuantizerRole("linear", "weight", name), sites[name]) is None
     }

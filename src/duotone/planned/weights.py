@@ -114,9 +114,20 @@ def quantized_parameter(
     usage = Usage(True, columnwise or torch.is_grad_enabled())
     requires_grad = weight.requires_grad
     parameter = nn.Parameter(quantizer.make(weight, usage, ctx), requires_grad=requires_grad)
+    forget_bases(parameter)
     if preserve and not weight.is_meta:
         setattr(parameter, INIT_VALUE, weight.detach().to("cpu", copy=True))
     return parameter
+
+
+def forget_bases(parameter: nn.Parameter) -> None:
+    """Let buffers of planes be no views for torch. Their memory stays.
+
+    What compiles a graph over an input with a view in it is never freed: the view holds its base outside of Python.
+    """
+    if isinstance(parameter, QuantizedTensor):
+        whole = parameter.planes.map(lambda part: part.data if part._is_view() and not part.is_inference() else part)
+        parameter._rowwise, parameter._columnwise = whole
 
 
 def quantize_weights(module: "Planned") -> None:
@@ -152,6 +163,7 @@ def replace(old: Tensor, new: nn.Parameter) -> None:
     holds a weak reference to `old`.
     """
     new.requires_grad_(old.requires_grad)
+    forget_bases(new)
     initial = isinstance(new, QuantizedTensor) and old._version == 0
     for name, value in vars(old).items():
         if name not in INTERNAL and (name != INIT_VALUE or initial):

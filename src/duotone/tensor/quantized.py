@@ -103,7 +103,9 @@ class QuantizedTensor(ShardHooks, Writes):  # pyright: ignore[reportIncompatible
                 planes.append(None)
             elif side == "columnwise" and aliased:
                 assert planes[0] is not None
-                planes.append(planes[0].transposed())
+                derived = planes[0].transposed()
+                # A view holds its base outside of Python, so that torch would never free what it traced.
+                planes.append(derived and derived.map(lambda part: part.data if isinstance(part, FakeTensor) else part))
             else:
                 fmt, parts, shape = kind
                 planes.append(Plane(fmt, {part: inner[f"{side}_{part}"] for part in parts}, shape))
