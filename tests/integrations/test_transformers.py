@@ -241,12 +241,22 @@ PHASES = [("mxfp8", "fp8-delayed"), ("fp8-delayed", "nvfp4"), ("mxfp8", "bf16")]
 @pytest.mark.parametrize("recipes", PHASES, ids=" then ".join)
 def test_the_best_model_of_an_earlier_phase_follows_its_recipe(recipes, quantized: bool, tmp_path) -> None:
     """Without a reload Trainer would end in an error after the last step."""
-    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "learning_rate": 30.0}
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     phases = (Phase(recipes[0], 0), Phase(recipes[1], 0.5, convert_parameters=quantized))
     model = quantized_model(recipes[0]) if quantized else llama()
     run = trainer(tmp_path, DuotoneCallback(schedule=Schedule(phases=phases)), 4, model, **best)
+    evaluate, losses = run.evaluate, []
+
+    def worse_each_time(*arguments, **options):
+        metrics = evaluate(*arguments, **options)
+        metrics["eval_loss"] += 1e6 * len(losses)
+        losses.append(metrics["eval_loss"])
+        return metrics
+
+    run.evaluate = worse_each_time
     run.train()
-    assert run.state.best_model_checkpoint.endswith("-2")  # the rate is too high
+    run.evaluate = evaluate
+    assert run.state.best_model_checkpoint.endswith("-2")
     assert run.evaluate()["eval_loss"] == run.state.best_metric
     assert {row.a for row in duotone.plan(run.model) if row.a}  # under the recipe of the first phase
     assert run.model.model.layers[0].mlp.up_proj.recipe.name == recipes[0]
