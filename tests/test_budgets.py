@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 42002
-TOOL_LINES = 8081
+TOOL_LINES = 8083
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -29,12 +29,12 @@ BUDGETS = {
     "attention": (3031, 21, 0),
     "cli": (1572, 2, 0),
     "comm": (258, 3, 1),
-    "compat": (3086, 11, 1),
+    "compat": (3086, 11, 0),
     "conversion": (2808, 7, 0),
     "dispatch": (3655, 1, 0),
     "distributed": (509, 4, 0),
     "formats": (1538, 0, 0),
-    "integrations": (860, 14, 2),
+    "integrations": (862, 14, 0),
     "kernels": (5048, 0, 0),
     "lab": (3904, 14, 0),
     "linear": (1990, 5, 0),

@@ -152,10 +152,10 @@ def options(call: ast.Call, name: str, path: str) -> Iterator[Use]:
 
 def _lacks_group(call: ast.Call, path: str) -> bool:
     """Whether a module is split over ranks, and no group of them is given, now or later."""
-    given = {keyword.arg: keyword.value for keyword in call.keywords}
-    size = given.get("tp_size")
+    options = {keyword.arg: keyword.value for keyword in call.keywords}
+    size = options.get("tp_size")
     is_split = isinstance(size, ast.Constant) and isinstance(size.value, int) and size.value > 1
-    return is_split and not {"tp_group", "parallel_mode", None} & given.keys() and _is_module(path)
+    return is_split and not {"tp_group", "parallel_mode", None} & options.keys() and _is_module(path)
 
 
 def _is_module(path: str) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.planned import delayed_states
 from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state, state_names
+from duotone.planned.parametrizations import weights_of
 from duotone.planned.planned import Planned
 from duotone.state.seeds import load_rng_state, rng_state
 from duotone.tensor import QuantizedTensor
@@ -53,14 +54,14 @@ def load_common_state(model: nn.Module, text: str, prefix: str = "") -> None:
     `prefix`: before the names of modules in a model with a head, and not in the model below it.
     """
     rng, recipe, _ = _unpacked(text)
-    own_rng, own_recipe, names = rng_state(model), recipe_state(model), state_names(model)
-    for tensors, own, known in ((rng, own_rng, own_rng.keys()), (recipe, own_recipe, names)):
-        for name, tensor in tensors.items():
-            here = next((each for each in (name, name.removeprefix(prefix), prefix + name) if each in known), None)
-            if here is not None and own.get(here, tensor).shape[-1:] == tensor.shape[-1:]:
-                own[here] = tensor
-    load_recipe_state(model, own_recipe)
-    load_rng_state(model, own_rng)
+    seeds, states = rng_state(model), recipe_state(model)
+    for saved, current, names in ((rng, seeds, seeds.keys()), (recipe, states, state_names(model))):
+        for name, tensor in saved.items():
+            place = next((each for each in (name, name.removeprefix(prefix), prefix + name) if each in names), None)
+            if place is not None and current.get(place, tensor).shape[-1:] == tensor.shape[-1:]:
+                current[place] = tensor
+    load_recipe_state(model, states)
+    load_rng_state(model, seeds)
 
 
 def _unpacked(text: str) -> tuple[dict[str, Tensor], dict[str, Tensor], str | None]:
@@ -74,10 +75,11 @@ def _unpacked(text: str) -> tuple[dict[str, Tensor], dict[str, Tensor], str | No
 
 def renew_outgrown_scales(model: nn.Module) -> None:
     """Make delayed scales new that clip the weights of a checkpoint, with a warning."""
-    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, Planned)]
-    for _, module in modules:
-        module.plans.prepare(module.recipe)
-    outgrown = [name for name, module in modules if delayed_states.renew_outgrown(module)]
+    outgrown: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, Planned) and module.saved_states and not weights_of(module)[0].is_meta:
+            module.plans.prepare(module.recipe)
+            outgrown += [name] if delayed_states.renew_outgrown(module) else []
     if outgrown:
         words = f"{outgrown[0]} and {len(outgrown) - 1} others have" if len(outgrown) > 1 else f"{outgrown[0]} has"
         warnings.warn(

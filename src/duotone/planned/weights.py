@@ -126,7 +126,7 @@ def forget_bases(parameter: nn.Parameter) -> None:
     What compiles a graph over an input with a view in it is never freed: the view holds its base outside of Python.
     """
     if isinstance(parameter, QuantizedTensor):
-        whole = parameter.planes.map(lambda part: part.data if part._is_view() and not part.is_inference() else part)
+        whole = parameter.planes.map(lambda part: part if part.is_inference() or not part._is_view() else part.data)
         parameter._rowwise, parameter._columnwise = whole
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -158,7 +159,7 @@ class Target:
     tensor: Tensor
     names: StoredNames
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the stored pieces, by name."""
         pieces = self.names(self.name, torch.empty(self.tensor.shape, device="meta"))
@@ -196,8 +197,7 @@ def _refuse_other(checkpoint: Checkpoint, targets: Sequence[Target]) -> None:
     for name in shapes.keys() - places.keys():
         raise UserError(f"{path} has {name}, which the model has not; it is a checkpoint of another model")
     firsts: dict[int, Target] = {}
-    for name in shapes:
-        target = places[name][0]
+    for target in (target for target in targets if target.is_in(checkpoint)):
         first = firsts.setdefault(id(target.tensor), target)
         if first is not target and not torch.equal(plain(first.value(checkpoint)), plain(target.value(checkpoint))):
             raise UserError(f"{path} has other values for {target.name} than for {first.name}; untie them in the model")
