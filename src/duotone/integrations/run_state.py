@@ -77,7 +77,7 @@ def renew_outgrown_scales(model: nn.Module) -> None:
     """Make delayed scales new that clip the weights of a checkpoint, with a warning."""
     outgrown: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, Planned) and module.saved_states and not weights_of(module)[0].is_meta:
+        if isinstance(module, Planned) and not weights_of(module)[0].is_meta:  # else a state would be on meta, too
             module.plans.prepare(module.recipe)
             outgrown += [name] if delayed_states.renew_outgrown(module) else []
     if outgrown:
