@@ -27,6 +27,9 @@ BOUNDS = {"bf16": 1e-5, "mxfp8": 2e-2, "fp8-rowwise": 0.1, "fp8-current": 0.1}
 """Of the norm of an error. Sums in another order move few elements to another code. Scales of tensors and rows that are
 cut by features are those of a shard, which moves many: E5M2 has steps of a quarter."""
 
+OF_NORMS = 1.5
+"""A gradient of a norm is a sum over tokens, in which values cancel more than errors. A missing sum has an error of 0.7."""
+
 
 def piece_of_rank(t: Tensor, axis: int) -> Tensor:
     return t.chunk(dist.get_world_size(), axis)[dist.get_rank()]
@@ -57,7 +60,8 @@ def compare(build: Callable[..., nn.Module], sequence: bool, bound: float, what:
     near(out, piece_of_rank(expected, 0) if sequence else expected, bound, f"{what}, output")
     near(leaf.grad, piece_of_rank(x.grad, 0) if sequence else x.grad, bound, f"{what}, gradient of the input")
     for (key, parameter), twin in zip(part.named_parameters(), whole.parameters(), strict=True):
-        near(parameter.grad, shard(key, twin.grad), bound, f"{what}, gradient of {key}")
+        limit = OF_NORMS * bound if "norm" in key else bound
+        near(parameter.grad, shard(key, twin.grad), limit, f"{what}, gradient of {key}")
 
 
 def modules(recipe: Any) -> dict[str, Callable[..., nn.Module]]:
@@ -128,7 +132,7 @@ def compiled_norms_sum_their_gradients_too(folder: Path) -> None:
     part(x).square().mean().backward()
     compiled(x).square().mean().backward()
     for (name, eager), parameter in zip(part.named_parameters(), twin.parameters(), strict=True):
-        assert parameter.grad.equal(eager.grad), name
+        near(parameter.grad, eager.grad, 1e-6, name)  # on CUDA compiled code adds them up in another order
     norm = part[0].weight.grad
     assert norm.any() and norm.equal(all_reduce(norm, "max", dist.group.WORLD.group_name))
 

@@ -230,7 +230,11 @@ def test_a_compiled_call_has_the_error_of_eager_code(fault: str) -> None:
         step(whole)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])  # others have a columnwise plane that is a view
+KEEPS_NVFP4 = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 keeps what it traced for NVFP4")
+
+
+# Other formats have a columnwise plane that is a view.
+@pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("nvfp4", marks=KEEPS_NVFP4)])
 def test_what_was_traced_over_quantized_parameters_is_freed(recipe: str) -> None:
     """torch never frees the trace of an input with a view in it: the view holds its base outside of Python."""
 
