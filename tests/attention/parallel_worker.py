@@ -28,7 +28,7 @@ BOUNDS = {"bf16": 1e-5, "mxfp8": 2e-2, "fp8-rowwise": 0.1, "fp8-current": 0.1}
 cut by features are those of a shard, which moves many: E5M2 has steps of a quarter."""
 
 OF_NORMS = 1.5
-"""A gradient of a norm is a sum over tokens, in which values cancel more than errors. A missing sum has an error of 0.7."""
+"""A gradient of a norm is a sum over tokens: values cancel more than errors. A missing sum has an error of 0.7."""
 
 
 def piece_of_rank(t: Tensor, axis: int) -> Tensor:
