@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 42002
+LIBRARY_LINES = 42010
 TOOL_LINES = 8083
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -29,7 +29,7 @@ BUDGETS = {
     "attention": (3031, 21, 0),
     "cli": (1572, 2, 0),
     "comm": (258, 3, 1),
-    "compat": (3086, 11, 0),
+    "compat": (3093, 11, 0),
     "conversion": (2808, 7, 0),
     "dispatch": (3655, 1, 0),
     "distributed": (509, 4, 0),
@@ -47,7 +47,7 @@ BUDGETS = {
     "planned": (3772, 17, 1),
     "recipes": (2028, 6, 0),
     "report": (1745, 0, 0),
-    "serving": (1650, 0, 0),
+    "serving": (1651, 0, 0),
     "state": (2033, 11, 0),
     "tensor": (3050, 17, 0),
 }

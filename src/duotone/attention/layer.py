@@ -94,8 +94,8 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
         mlp = {"activation": activation, "activation_params": activation_params, "split_gate": split_gate}
         mlp |= {"eps": layernorm_epsilon, "name": below(name, "layernorm_mlp")}
         self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, **shared, **mlp)
-        rows = {"tp_group": tp_group if set_parallel_mode and sequence_parallel else None, "eps": layernorm_epsilon}
-        self.layernorm = NORMS[normalization](hidden_size, **norm, **rows) if output_layernorm else None
+        last = {"tp_group": tp_group if set_parallel_mode and sequence_parallel else None, "eps": layernorm_epsilon}
+        self.layernorm = NORMS[normalization](hidden_size, **norm, **last) if output_layernorm else None
 
     def _checked_axis(self, layout: str) -> int | None:
         """The axis of samples, None of packed sequences. UserError for what does not go together."""

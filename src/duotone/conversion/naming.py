@@ -27,7 +27,7 @@ def require_masters(masters: object) -> None:
 
 def clean(name: str) -> str:
     """A name below a model without what wrappers of torch add: each name in `WRAPPED`."""
-    return ".".join(step for step in name.split(".") if step not in WRAPPED) if name else name
+    return ".".join(step for step in name.split(".") if step not in WRAPPED)
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

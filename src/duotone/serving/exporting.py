@@ -108,7 +108,7 @@ def write_export(
     if not isinstance(options.max_shard_bytes, int | float) or not options.max_shard_bytes > 0:
         raise UserError(f"max_shard_bytes is {options.max_shard_bytes!r}; give a number above 0")
     if scheme is not None and not weights:
-        raise UserError(f"no linear would be stored as {scheme.name}, {why_none(model)}; or export BF16")
+        raise UserError(f"no linear would be stored as {scheme.name}, {why_none(model)}")
     linears = {name: weight for name, weight in weights.items() if isinstance(weight, ExportedWeight)}
     for weight in weights.values():
         if isinstance(weight, ExportedExperts):
@@ -229,7 +229,7 @@ def _warn_of_mixes(stored: Sequence[str], ignored: Sequence[str]) -> None:
             low = sorted(set(group) - set(high))
             warnings.warn(
                 f"{' and '.join(low)} would be stored quantized and {' and '.join(high)} in bf16, but servers multiply "
-                f"them as one matrix and refuse such files; put all of them into ignore=",
+                "them as one matrix and refuse such files; put all of them into ignore=",
                 stacklevel=4,
             )
 

@@ -138,10 +138,10 @@ def load_into(path: str | Path, model: nn.Module, names: StoredNames) -> nn.Modu
     """`load` into a model, from the layout of `names`."""
     checkpoint = Checkpoint(as_path("load", path))
     require_model("load", model)
-    targets = {name: Target(name, tensor, names) for name, tensor in stored_tensors(model).items()}
-    _refuse_other(checkpoint, list(targets.values()))
+    targets = [Target(name, tensor, names) for name, tensor in stored_tensors(model).items()]
+    _refuse_other(checkpoint, targets)
     with torch.no_grad():
-        for target in targets.values():
+        for target in targets:
             if target.is_in(checkpoint):
                 _write(target.tensor, target.value(checkpoint))
     for module in model.modules():

@@ -55,8 +55,9 @@ def why_none(model: nn.Module) -> str:
     """Why no linear of a model is stored quantized, and what to do."""
     for name, why in left_alone(model).items():
         if isinstance(model.get_submodule(name), nn.Linear):
-            return f"because linears such as {name} have a forward of their own ({why.text})"
-    return "because the recipe or ignore= keeps all in high precision; call duotone.convert(model, recipe) with another"
+            return f"because linears such as {name} have a forward of their own ({why.text}); export BF16"
+    remedy = "call duotone.convert(model, recipe) with another, or export BF16"
+    return f"because the recipe or ignore= keeps all in high precision; {remedy}"
 
 
 def _encoder(fmt: Format, scheme: Scheme) -> Format:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from duotone.capture import is_capturing
 from duotone.compat.transformer_engine import recipe as their
-from duotone.compat.transformer_engine.options import NO_OVERLAP
+from duotone.compat.transformer_engine.options import NO_OVERLAP, refuse
 from duotone.dispatch.target import Version, target
 from duotone.errors import UserError
 from duotone.pipeline.offload import offload_activations
@@ -188,8 +188,7 @@ def checkpoint(
     **kwargs: object,
 ) -> Result:
     """torch's checkpoint. The recompute has the random states of the tracker that the forward had."""
-    if distribute_saved_activations:
-        raise UserError("te.checkpoint(distribute_saved_activations=True) has no counterpart in Duotone; leave it out")
+    refuse("checkpoint", distribute_saved_activations=distribute_saved_activations)
     if get_rng_state_tracker is not None:
         function = _replaying(function, get_rng_state_tracker())
     if use_reentrant:  # torch's takes arguments only by position
@@ -249,9 +248,9 @@ def get_cpu_offload_context(  # noqa: PLR0913 (Transformer Engine's vocabulary)
     offload_stream: object = None,
 ) -> tuple[contextlib.AbstractContextManager[object], Callable[[Tensor], Tensor]]:
     """A context for each layer, and a function for its output, which returns it unchanged."""
-    for name, value in (("offload_weights", offload_weights), ("manual_synchronization", manual_synchronization)):
-        if enabled and value:
-            raise UserError(f"get_cpu_offload_context({name}=True) has no counterpart in Duotone; leave it out")
+    if enabled:
+        weights, manual = offload_weights, manual_synchronization
+        refuse("get_cpu_offload_context", offload_weights=weights, manual_synchronization=manual)
     offloads = enabled and offload_activations
     return _Offload(num_layers, max(model_layers, num_layers)) if offloads else contextlib.nullcontext(), lambda x: x
 
@@ -274,8 +273,7 @@ def make_graphed_callables(
     """torch's graphed callables under an autocast. Without a GPU the modules only run under the autocast."""
     options = {REGION.get(name, name): value for name, value in options.items()}
     enabled, calibrating, recipe, group = (options.pop(name, None) for name in REGION.values())
-    for name in (name for name, value in options.items() if value):
-        raise UserError(f"make_graphed_callables({name}=) has no counterpart in Duotone; leave it out")
+    refuse("make_graphed_callables", **options)
     modules = tuple(modules) if isinstance(modules, list) else modules
     for module in modules if isinstance(modules, tuple) else (modules,):
         module.forward = autocast(bool(enabled), bool(calibrating), recipe, group)(module.forward)

@@ -123,7 +123,7 @@ NATIVE = {
     "Bias": "duotone.ops.Bias",
     **dict.fromkeys(("MMParams", "QParams"), "the options of a recipe"),
     **dict.fromkeys(("activation_recompute_forward", "destroy_ub", "initialize_ub"), "nothing"),
-    **dict.fromkeys(("device_supports_multicast",), "nothing: products and collectives do not overlap"),
+    "device_supports_multicast": "nothing: products and collectives do not overlap",
     "get_device_compute_capability": "torch.cuda.get_device_capability",
     "FusedAdam": "duotone.optim.AdamW, with weight_decay=0.0",
     "FusedSGD": "torch.optim.SGD",

@@ -69,6 +69,15 @@ OF_FUNCTIONS: dict[str, dict[str, Rule]] = {
 }
 """Options without a counterpart of functions, by their name."""
 
+
+def refuse(function: str, **options: object) -> None:
+    """UserError for an option of a function that has no counterpart, and for one that is not known."""
+    for name, value in options.items():
+        is_harmless, remedy = OF_FUNCTIONS[function].get(name, LEAVE_OUT)
+        if not is_harmless(value):
+            raise UserError(f"te.{function}({name}={value!r}) has no counterpart in Duotone; {remedy}")
+
+
 LINEAR = (
     "sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker init_method bias return_bias "
     "params_dtype parallel_mode parameters_split device"
