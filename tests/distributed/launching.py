@@ -79,7 +79,7 @@ def torchrun(script: Path, *arguments: object, restarts: int = 0) -> subprocess.
     ]
     environment = {**os.environ, **NO_GPU, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480, check=False)
-    assert process.returncode == 0, process.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-9000:]
     return process
 
 

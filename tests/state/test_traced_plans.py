@@ -13,7 +13,8 @@ from duotone.planned import traced_stages as traced
 
 
 def linear(recipe: recipes.Recipe) -> duotone.Linear:
-    return duotone.Linear(16, 16, recipe=recipe, name="l")
+    """A module of a size that no other test has: modules of equal content share plans."""
+    return duotone.Linear(56, 72, recipe=recipe, name="l")
 
 
 def names_of(config: str) -> list[str]:
@@ -31,7 +32,7 @@ def trace(m: duotone.Linear, recipe: recipes.Recipe) -> None:
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of processes of other tests, which end as this one collects
 def test_a_new_recipe_for_each_step_leaves_no_plans_behind() -> None:
-    m, x = linear(recipes.load("bf16")), torch.randn(4, 16, requires_grad=True)
+    m, x = linear(recipes.load("bf16")), torch.randn(4, 56, requires_grad=True)
     for step in range(13):
         if step == 12:
             gc.collect()
