@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 42010
-TOOL_LINES = 8083
+TOOL_LINES = 8157
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -27,7 +27,7 @@ BENCH = TESTS.parent / "bench"
 
 BUDGETS = {
     "attention": (3031, 21, 0),
-    "cli": (1572, 2, 0),
+    "cli": (1646, 2, 0),
     "comm": (258, 3, 1),
     "compat": (3093, 11, 0),
     "conversion": (2808, 7, 0),

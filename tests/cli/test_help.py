@@ -8,7 +8,7 @@ from duotone.cli.main import cli
 
 RECORD = Path(__file__).parent / "help.txt"
 COMMANDS = (
-    *("", "compare", "train", "report", "advise", "search", "plan", "formats", "recipes", "bench", "migrate"),
+    *("", "compare", "train", "export", "report", "advise", "search", "plan", "formats", "recipes", "bench", "migrate"),
     *(f"bench {subject}" for subject in ("linear", "mlp", "grouped", "attention", "cast", "host", "train")),
 )
 

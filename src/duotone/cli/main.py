@@ -11,6 +11,7 @@ from duotone import __version__
 from duotone.cli.advise_command import advise
 from duotone.cli.bench_command import run_benches
 from duotone.cli.compare_command import compare
+from duotone.cli.export_command import export
 from duotone.cli.interrupt import EXIT_CODE
 from duotone.cli.list_commands import formats, recipes
 from duotone.cli.migrate_command import migrate
@@ -30,7 +31,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (compare, train, report, advise, search, plan, formats, recipes, run_benches, migrate):
+for command in (compare, train, export, report, advise, search, plan, formats, recipes, run_benches, migrate):
     cli.add_command(command)
 
 

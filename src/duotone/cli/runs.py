@@ -112,14 +112,21 @@ def training(
     with files.locked(folder):
         files.remove_leftovers(checkpoints, checkpoint.STEP_NAME)
         path = checkpoint.latest(checkpoints)
-        saved = checkpoint.load(path)
-        meta.require_run(saved, path)  # before its config makes a trainer
-        chosen, config = settings(recipe, strict, typed, saved, path)
-        trainer = _trainer(config, chosen)
-        run = Run(chosen.name, chosen, trainer.config.seed)
+        trainer, saved = trainer_of(path, recipe, strict, typed)
+        run = Run(trainer.chosen.name, trainer.chosen, trainer.config.seed)
         run.resume(trainer, path)
-        tell_length(config, saved)
+        tell_length(trainer.config, saved)
         yield trainer, run
+
+
+def trainer_of(
+    path: Path, recipe: str | None, strict: bool, typed: Mapping[str, Typed]
+) -> tuple[Trainer, checkpoint.Checkpoint]:
+    """A trainer with the settings of the checkpoint `path`, and the checkpoint, which is yet to be restored."""
+    saved = checkpoint.load(path)
+    meta.require_run(saved, path)  # before its config makes a trainer
+    chosen, config = settings(recipe, strict, typed, saved, path)
+    return _trainer(config, chosen), saved
 
 
 def settings(

@@ -136,15 +136,15 @@ class Trainer:
         return saved.meta["history"], {name: tensor.to(self.device) for name, tensor in saved.observed.items()}
 
     @torch.no_grad()
-    def heldout_loss(self) -> float:
-        """Mean loss in nats over the preset's held-out batches, under the recipe of the step that was taken last.
+    def heldout_loss(self, recipe: Recipe | None = None) -> float:
+        """Mean loss in nats over the preset's held-out batches. This does not change the training.
 
-        This does not change the training.
+        `recipe` is that of the step that was taken last, unless given.
         """
         preset = self.config.preset
         batches = self.corpus.heldout_batches(preset.heldout_batches, count=preset.batch, context=preset.model.context)
         seeds = duotone.rng_state(self.model)
-        with duotone.autocast(recipe=self.schedule.at(max(0, self.completed - 1))):
+        with duotone.autocast(recipe=recipe or self.schedule.at(max(0, self.completed - 1))):
             losses = [self.model(tokens.to(self.device), targets.to(self.device)) for tokens, targets in batches]
         duotone.load_rng_state(self.model, seeds)
         return torch.stack(losses).mean().item()
