@@ -74,12 +74,16 @@ NEEDS = {
     ("docs/hugging-face.md", 0): "transformers",
     ("docs/hugging-face.md", 1): "accelerate",
     ("docs/serving.md", 2): "transformers",
-    ("docs/trainers.md", 0): "accelerate",
-    ("docs/trainers.md", 1): "lightning",
-    ("docs/trainers.md", 2): "lightning",
-    ("docs/trainers.md", 3): "torchtitan",
+    ("docs/trainers/accelerate.md", 0): "accelerate",
+    ("docs/trainers/deepspeed.md", 0): "deepspeed",
+    ("docs/trainers/lightning.md", 0): "lightning",
+    ("docs/trainers/lightning.md", 1): "lightning",
+    ("docs/trainers/torchtitan.md", 0): "torchtitan",
 }
 """Packages that blocks import, or that what they import needs."""
+
+EXTRAS = {"torchtitan": "titan"}
+"""The extra of a package, where it has another name."""
 
 EACH_FOR_ITSELF = {("docs/training.md", 2)}
 """Blocks of which the page says that each paragraph stands for itself."""
@@ -102,14 +106,17 @@ def test_a_block_runs_as_it_is_written(
 ) -> None:
     """In a namespace of its own and a folder of its own, and nothing that Duotone warns of."""
     if (page, number) in NEEDS:
-        pytest.importorskip(NEEDS[page, number], reason="pip install '.[integrations]'")
+        package = NEEDS[page, number]
+        pytest.importorskip(package, reason=f"pip install '.[{EXTRAS.get(package, package)}]'")
+        if package == "deepspeed":
+            monkeypatch.setenv("LOCAL_RANK", "0")  # as torchrun does
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     for part in code.split("\n\n") if (page, number) in EACH_FOR_ITSELF else [code]:
         names: dict[str, object] = {"__name__": "reader"}
         exec(compile(PREAMBLES.get((page, number), ""), f"preamble of {page}", "exec"), names)
         with warnings.catch_warnings():
-            if NEEDS.get((page, number)) in ("lightning", "torchtitan"):
+            if NEEDS.get((page, number)) in ("lightning", "torchtitan", "deepspeed"):
                 warnings.simplefilter("ignore")  # their own warnings name many modules
             warnings.filterwarnings("error", module=r"duotone")
             exec(compile(part, f"{page}, block {number}", "exec"), names)

@@ -20,11 +20,11 @@ MODULES = {
     "duotone.compat.te": "Scripts for [Transformer Engine](../from-te.md).",
     "duotone.compat.torchao": "Scripts for [torchao](../from-torchao.md).",
     "duotone.integrations.transformers": "What surrounds models of transformers, which has to be installed.",
-    "duotone.integrations.accelerate": "One line for [Accelerate](../trainers.md).",
-    "duotone.integrations.lightning": "Plugins for [Lightning and Fabric](../trainers.md).",
+    "duotone.integrations.accelerate": "One line for [Accelerate](../trainers/accelerate.md).",
+    "duotone.integrations.lightning": "Plugins for [Lightning and Fabric](../trainers/lightning.md).",
 }
 READ = {
-    "duotone.integrations.torchtitan": "Entries of [torchtitan](../trainers.md#torchtitan), which has to be installed."
+    "duotone.integrations.torchtitan": "Entries of [torchtitan](../trainers/torchtitan.md), which has to be installed."
 }
 """Modules that the site cannot import, because their library is absent: their pages are read from the source."""
 SOURCE = Path(__file__).parents[2] / "src"

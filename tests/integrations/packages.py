@@ -14,7 +14,8 @@ import torch
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 ON_CPU = not torch.cuda.is_available()
 DEVICE = "cpu" if ON_CPU else "cuda"
-EXTRAS = ("trl", "integrations", "deepspeed", "titan", "torchao", "te")
+OF_TESTS = "transformers accelerate peft lightning compressed-tensors trl deepspeed titan torchao te".split()
+"""Extras with the versions that were tried."""
 
 
 def require(name: str, module: str = "") -> ModuleType:
@@ -26,4 +27,5 @@ def require(name: str, module: str = "") -> ModuleType:
 def pinned() -> dict[str, str]:
     """The requirement of each package of the extras, by its name."""
     table = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]
-    return {re.match(r"[\w-]+", line)[0]: line for extra in EXTRAS for line in table[extra]}
+    lines = [line for extra in OF_TESTS for line in table[extra] if not line.startswith("duotone[")]
+    return {re.match(r"[\w-]+", line)[0]: line for line in lines}
