@@ -34,3 +34,13 @@ def test_what_is_no_script_is_one_line(refused, tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("def (")
     assert "is no Python" in refused("migrate", path)
+
+
+def test_scripts_are_read_in_their_own_encoding(duotone, refused, tmp_path):
+    path = tmp_path / "script.py"
+    for head, encoding in (("", "utf-8-sig"), ("# -*- coding: latin-1 -*-\n# \xe9\n", "latin-1")):
+        path.write_text(head + SCRIPT.rpartition("te.get")[0], encoding=encoding)
+        code, out, err = duotone("migrate", path)
+        assert (code, err) == (0, "") and "1 uses, 0 refused" in out
+    path.write_bytes(b"# -*- coding: none-such -*-\n")
+    assert "cannot be read: unknown encoding" in refused("migrate", path)

@@ -532,6 +532,19 @@ def test_packed_sequences_are_padded_for_ranks(te) -> None:
         module.AttnFuncWithCPAndKVP2P()
 
 
+def test_rotary_angles_have_the_arguments_and_the_shape_there(te) -> None:
+    """Scripts apply them to heads in "sbhd" on their own."""
+    angles = te.RotaryPositionEmbedding(16, 0.5, rotary_base=100.0)(6, offset=2)
+    rates = 100.0 ** (-torch.arange(0, 8, 2) / 8)
+    expected = torch.outer(torch.arange(2.0, 8.0), rates).repeat(1, 2)
+    assert angles.shape == (6, 1, 1, 8)
+    torch.testing.assert_close(angles[:, 0, 0], expected)
+    t = torch.randn(6, 2, 3, 16)
+    half = torch.cat([-t[..., 4:8], t[..., :4]], dim=-1)
+    turned = t[..., :8] * angles.cos() + half * angles.sin()
+    torch.testing.assert_close(te.apply_rotary_pos_emb(t, angles), torch.cat([turned, t[..., 8:]], dim=-1))
+
+
 def test_heads_are_turned_as_there_by_their_place_among_ranks(te) -> None:
     """The tokens of rank 1 of 2, in the chunks 1 and 2 of 4, as the whole is turned."""
     t, freqs = torch.randn(8, 1, 2, 4), te.RotaryPositionEmbedding(4)(8)

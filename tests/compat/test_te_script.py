@@ -44,6 +44,11 @@ CALLS = {
     "te.TransformerLayer(64, 128, 4, hidden_droput=0.0)": "depends",
     "te.DotProductAttention(2, 16, tp_group=None, get_rng_state_tracker=None, attention_type='self')": "runs",
     "te.LayerNorm(hidden_size=8, sequence_parallel=True)": "runs",
+    "te.get_cpu_offload_context(True, 1, 2, True, True)": "refused",
+    "te.get_cpu_offload_context(*(True, 1, 2))": "runs",
+    "te.RotaryPositionEmbedding(16, 0.5)": "runs",
+    "te.RotaryPositionEmbedding(16, 1.0, 2)": "refused",
+    "te.RotaryPositionEmbedding(16, interleaved=True)": "refused",
 }
 
 

@@ -30,6 +30,14 @@ def test_the_values_come_back_in_a_plain_model(recipe: str, size: str, tmp_path)
     assert all(torch.equal(p, values(model)[name]) for name, p in plain.named_parameters())
 
 
+def test_what_was_loaded_into_a_plain_model_is_saved_in_high_precision(tmp_path) -> None:
+    duotone.export(llama(), tmp_path / "served", scheme="MXFP8")
+    loaded = duotone.load(tmp_path / "served", llama())
+    loaded.save_pretrained(tmp_path / "plain")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert all(torch.equal(p, values(loaded)[name]) for name, p in plain.named_parameters())
+
+
 def test_experts_are_saved_in_high_precision(tmp_path) -> None:
     model = low_precision(build=mixtral)
     model.save_pretrained(tmp_path)

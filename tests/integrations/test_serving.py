@@ -95,6 +95,29 @@ def test_we_read_what_compressed_tensors_compresses(scheme: str, tmp_path) -> No
             )
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_multimodal_model_keeps_in_bf16_is_plain_for_transformers_too(tmp_path) -> None:
+    """Published checkpoints have other names than its modules, and transformers looks for names of modules."""
+    from duotone.integrations.transformers import export
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = transformers.LlamaConfig(**sizes, vocab_size=96)
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=32, patch_size=16)
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=95)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    export(model, tmp_path, scheme="FP8_DYNAMIC")
+    back, info = transformers.LlavaForConditionalGeneration.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    head = model.lm_head.weight.bfloat16().float()
+    assert torch.equal(back.lm_head.weight, head)
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        expected, result = (each(input_ids=ids).logits for each in (model, back))
+    assert (result - expected).norm() < 0.2 * expected.norm()
+
+
 MOE = {"hidden_size": 128, "intermediate_size": 128, "num_local_experts": 4}
 
 
@@ -117,8 +140,8 @@ def test_experts_are_stored_as_linears_under_the_names_of_published_checkpoints(
     config = json.loads((tmp_path / "config.json").read_text())
     if scheme != "BF16":
         assert len(report.rows) == 2 * (4 + 3 * 4)
-        routers = [f"model.layers.{layer}.block_sparse_moe.gate" for layer in range(2)]
-        assert config["quantization_config"]["ignore"] == ["lm_head", *routers]
+        routers = [f"model.layers.{layer}.{block}.gate" for block in ("block_sparse_moe", "mlp") for layer in range(2)]
+        assert config["quantization_config"]["ignore"] == ["lm_head", *routers]  # by names of servers, then of modules
     if scheme == "NVFP4A16":
         place = "model.layers.0.block_sparse_moe.experts.1"
         one, three = (stored[f"{place}.{name}.weight"].planes.rowwise.parts["amax"] for name in ("w1", "w3"))

@@ -34,6 +34,15 @@ def step(model, at: int) -> torch.Tensor:
     return loss.detach()
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "custom"])
+def test_a_config_comes_back_from_its_own_dictionary(name: str) -> None:
+    custom = duotone.RuleRecipe(rules=(duotone.recipes.Rule(format="mxfp8_e4m3"),), title="custom")
+    config = DuotoneConfig(custom if name == "custom" else name, quantize_parameters=True)
+    again = DuotoneConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again.recipe == config.recipe and again.recipe.name == name
+    assert again.rules == config.rules and again.quantize_parameters
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_loaded_model_is_the_converted_one(recipe: str, plain) -> None:
     model, info = load(plain, recipe)

@@ -270,21 +270,99 @@ def test_delayed_states_stay_out_and_ties_are_stored_once(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("head_first", [False, True])
-def test_a_quantized_linear_tied_to_an_embedding_is_refused_unless_ignored(head_first: bool, tmp_path) -> None:
-    """Files would hold it once, under one of its names, and readers would look for codes under the other one."""
+def test_a_quantized_linear_tied_to_an_embedding_is_a_head(head_first: bool, tmp_path) -> None:
+    """Files hold it once, under one of its names, and readers would look for codes under the other one."""
     names = ["head", "embed"] if head_first else ["embed", "head"]
     parts = {"embed": nn.Embedding(96, 64), "head": nn.Linear(64, 96, bias=False), "body": nn.Linear(64, 64)}
     model = nn.ModuleDict({name: parts[name] for name in [*names, "body"]})
     model["head"].weight = model["embed"].weight
     duotone.convert(model, "mxfp8", rules=())
-    with pytest.raises(
-        duotone.UserError, match=r"head\.weight is tied to embed\.weight, .*; ignore=\['head'\] stores both so"
-    ):
-        export(model, tmp_path / "x", None)
-    assert not (tmp_path / "x").exists()
-    duotone.export(model, tmp_path / "x", ignore=["head"])
+    report = duotone.export(model, tmp_path / "x")
     config = json.loads((tmp_path / "x" / "config.json").read_text())
-    assert "head" in config["quantization_config"]["ignore"]
+    assert [row.weight for row in report.rows] == ["body"] and config["quantization_config"]["ignore"] == ["head"]
+    saved = load_file(tmp_path / "x" / "model.safetensors")
+    assert (
+        torch.equal(saved[f"{names[0]}.weight"], model["embed"].weight.bfloat16()) and f"{names[1]}.weight" not in saved
+    )
+
+
+def test_a_linear_tied_to_one_that_stays_in_bf16_is_refused(tmp_path) -> None:
+    model = nn.ModuleDict({"one": nn.Linear(64, 64), "other": nn.Linear(64, 64)})
+    model["other"].weight = model["one"].weight
+    message = r"^other\.weight is tied to one\.weight, which stays in bf16; ignore=\['other'\] stores both so"
+    with pytest.raises(duotone.UserError, match=message):
+        duotone.export(model, tmp_path / "x", scheme="MXFP8", ignore=["one"])
+    assert not (tmp_path / "x").exists()
+
+
+def test_heads_are_bf16_where_the_recipe_covers_them_too(tmp_path) -> None:
+    model = duotone.convert(toy(), "mxfp8", rules=())
+    assert "lm_head" not in [row.weight for row in export(model, tmp_path / "x").rows]
+    saved = load_file(tmp_path / "x" / "model.safetensors")
+    assert torch.equal(saved["lm_head.weight"], model.lm_head.weight.bfloat16())
+
+
+@pytest.mark.parametrize("glob", ["layers.0", "layers.[0]"])
+def test_ignore_takes_modules_that_contain_linears(glob: str, tmp_path) -> None:
+    rows = export(toy(), tmp_path / "x", "MXFP8", ignore=[glob]).rows
+    assert {row.weight.rpartition(".")[0] for row in rows} == {"layers.1"}
+    assert load_file(tmp_path / "x" / "model.safetensors")[f"{DOWN}.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("holds_planes", [False, True])
+def test_fused_linears_share_a_global_scale_where_their_formats_have_other_limits(holds_planes: bool, tmp_path) -> None:
+    """2688 / amax, or 1536 / amax for 4-over-6. Planes with equal amaxes have other global scales then."""
+    table = {"module": "*.k_proj", "tensor_type": "weight", "format": "nvfp4_4over6"}
+    recipe = duotone.recipes.from_dict({"name": "mixed", "base": "nvfp4", "rules": [table]})
+    model = toy()
+    for block in model.layers:
+        for linear in (block.q_proj, block.k_proj, block.v_proj):
+            with torch.no_grad():
+                linear.weight[0, 0] = 0.5
+    duotone.convert(model, recipe)
+    if holds_planes:
+        duotone.convert_parameters(model, recipe)
+    report = export(model, tmp_path / "x", "NVFP4A16", allow_requantize=True)
+    saved = load_file(tmp_path / "x" / "model.safetensors")
+    scales = [saved[f"layers.0.{name}_proj.weight_global_scale"].item() for name in "qkv"]
+    assert scales == [2688 / 0.5] * 3
+    assert {row.format for row in report.rows if "_proj" in row.weight and row.weight[-6] in "qkv"} == {"nvfp4"}
+
+
+def test_weights_that_hold_planes_decide_the_scheme_of_plain_modules_too(tmp_path) -> None:
+    export(toy(), tmp_path / "x", "MXFP8")
+    plain = duotone.load(tmp_path / "x", toy())
+    report = duotone.export(plain, tmp_path / "y")
+    assert report.scheme == "MXFP8" and {row.source for row in report.rows} == {"planes"}
+    assert (
+        load_file(tmp_path / "x" / "model.safetensors").keys() == load_file(tmp_path / "y" / "model.safetensors").keys()
+    )
+
+
+def test_buffers_of_any_dtype_that_safetensors_has_are_stored(tmp_path) -> None:
+    model = toy()
+    model.register_buffer("turns", torch.polar(torch.ones(4), torch.arange(4.0)))
+    model.register_buffer("counts", torch.arange(4).to(torch.uint16))
+    export(model, tmp_path / "x", "MXFP8")
+    saved = load_file(tmp_path / "x" / "model.safetensors")
+    assert torch.equal(saved["turns"], model.turns) and torch.equal(saved["counts"], model.counts)
+    model.register_buffer("fine", model.turns.to(torch.complex128))
+    with pytest.raises(duotone.UserError, match=r"^fine is torch\.complex128, which safetensors does not store"):
+        export(model, tmp_path / "y", "MXFP8")
+    assert not (tmp_path / "y").exists()
+
+
+def test_a_path_through_a_file_is_one_line(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(duotone.UserError, match=r"file/x lies in .*/file, which is a file; give another folder"):
+        export(toy(), tmp_path / "file" / "x", "MXFP8")
+
+
+def test_a_model_in_fp16_stays_one(tmp_path) -> None:
+    model = duotone.convert(toy().half(), "mxfp8")
+    duotone.export(model, tmp_path / "x")
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["dtype"] == "float16"
+    assert torch.equal(load_file(tmp_path / "x" / "model.safetensors")["lm_head.weight"], model.lm_head.weight)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,21 @@ def test_amaxes_come_back_exactly(name: str, tmp_path) -> None:
     assert all(torch.equal(part, expected[key]) for key, part in weight.planes.rowwise.parts.items())
 
 
+def test_scales_of_steps_before_do_not_clip_what_is_loaded(tmp_path) -> None:
+    """Delayed scales follow histories, and those of other weights are far too small here."""
+    source, model = toy(), duotone.convert(toy(), "fp8-delayed")
+    with torch.no_grad():
+        source.layers[0].down_proj.weight.mul_(50)
+    export(source, tmp_path / "x", "BF16")
+    model(TOKENS).sum().backward()
+    duotone.convert_parameters(model, "fp8-delayed")
+    duotone.load(tmp_path / "x", model)
+    loaded, value = model.layers[0].down_proj.weight.dequantize(), source.layers[0].down_proj.weight.bfloat16()
+    codes = (value.float() * (448 / value.float().abs().amax())).to(torch.float8_e4m3fn).float()
+    torch.testing.assert_close(loaded.float(), codes * (value.float().abs().amax() / 448), rtol=1e-5, atol=0)
+    model(TOKENS).sum().backward()  # and it trains on
+
+
 @pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize("name", duotone.recipes.builtin.BUILTIN)
 def test_a_converted_model_computes_the_same_after_its_weights_are_exported_and_loaded(name, is_quantized, tmp_path):

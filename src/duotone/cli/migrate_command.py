@@ -1,7 +1,7 @@
 """`duotone migrate`: what a script uses of Transformer Engine, and what to write instead."""
 
 import json
-from pathlib import Path
+import tokenize
 
 import click
 
@@ -23,8 +23,9 @@ def migrate(context: click.Context, script: str, as_json: bool) -> None:
     from duotone.errors import UserError
 
     try:
-        text = Path(script).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
+        with tokenize.open(script) as file:  # in the encoding that the file names
+            text = file.read()
+    except (OSError, UnicodeError, SyntaxError) as error:
         raise UserError(f"{script} cannot be read: {error}") from None
     rows = uses(text, script)
     refused = sum(use.after_install == REFUSED for use in rows)

@@ -1,6 +1,8 @@
 """What a script uses of Transformer Engine, by its text: what runs after `install()`, and what to write instead."""
 
 import ast
+import inspect
+import itertools
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -127,7 +129,7 @@ def options(call: ast.Call, name: str, path: str) -> Iterator[Use]:
     """Options that are refused, or would be with some values."""
     if _lacks_group(call, path):
         yield Use(call.lineno, f"{name}(tp_size=)", REFUSED, "give the tp_group of these ranks")
-    for keyword in call.keywords:
+    for keyword in (*_positional(call, name, path), *call.keywords):
         if keyword.arg is None:
             remedy = "the script alone does not show these options; compare them with the page"
             yield Use(call.lineno, f"{name}(**{ast.unparse(keyword.value)})", DEPENDS, remedy)
@@ -148,6 +150,16 @@ def options(call: ast.Call, name: str, path: str) -> Iterator[Use]:
             status = RUNS if is_harmless(value) else REFUSED
         if status != RUNS and remedy:
             yield Use(call.lineno, f"{name}({keyword.arg}={ast.unparse(keyword.value)})", status, remedy)
+
+
+def _positional(call: ast.Call, name: str, path: str) -> list[ast.keyword]:
+    """Arguments by position under their names, as far as the order is known and no list is unpacked."""
+    if name in OF_FUNCTIONS and path:
+        order = list(inspect.signature(pkgutil.resolve_name(path)).parameters)
+    else:
+        order = ORDER.get(name, "").split()
+    values = list(itertools.takewhile(lambda value: not isinstance(value, ast.Starred), call.args))
+    return [ast.keyword(option, value) for option, value in zip(order, values, strict=False)]
 
 
 def _lacks_group(call: ast.Call, path: str) -> bool:

@@ -28,6 +28,7 @@ from duotone.integrations.run_state import (
 )
 from duotone.planned.planned import Planned
 from duotone.planned.same_recipes import require_same_recipes
+from duotone.recipes import library
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule, require_rules
 from duotone.recipes.schedule import Phase, Schedule
@@ -80,16 +81,20 @@ class DuotoneConfig(QuantizationConfigMixin):
         quant_method: str = METHOD,
     ) -> None:
         self.quant_method = quant_method  # type: ignore[assignment]
+        recipe = library.from_dict(recipe) if isinstance(recipe, dict) else recipe
         self.recipe = as_recipe("DuotoneConfig", recipe)
+        if isinstance(rules, Sequence):
+            rules = [Rule(**rule) if isinstance(rule, dict) else rule for rule in rules]
         require_rules(rules)
         self.rules = tuple(rules)
         self.quantize_parameters = quantize_parameters
 
     def to_dict(self) -> dict[str, object]:
-        """The configuration as `config.json` holds it."""
+        """The configuration as `config.json` holds it. `from_dict` reads it, unless the recipe has a function."""
+        is_named = self.recipe.name in library.names() and self.recipe == library.load(self.recipe.name)
         return {
             "quant_method": METHOD,
-            "recipe": self.recipe.name,
+            "recipe": self.recipe.name if is_named else self.recipe.to_dict(),
             "rules": [rule.to_dict() for rule in self.rules],
             "quantize_parameters": self.quantize_parameters,
         }

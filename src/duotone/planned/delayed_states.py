@@ -141,6 +141,14 @@ def save(module: "Planned") -> None:
     drop(module)
 
 
+def forget(module: "Planned") -> None:
+    """Make all slots new: the next amax of each decides its scale."""
+    for name in STATES:
+        state = module._modules.get(name)
+        if isinstance(state, DelayedState):
+            state.forget(range(len(state.largest)))
+
+
 def drop(module: "Planned") -> None:
     """Remove both states. The caller also forgets the plans that refer to them."""
     for name in STATES:

@@ -13,7 +13,7 @@ from duotone.dispatch.stages import stages_for
 from duotone.errors import UserError
 from duotone.formats import Format, Parts
 from duotone.serving.folder import Note
-from duotone.serving.schemes import Scheme
+from duotone.serving.schemes import Scheme, global_scale
 from duotone.serving.tensor_file import TensorSpec, split_rows
 from duotone.tensor import Plane, QuantizedTensor
 from duotone.tensor.plane_tensor import plain
@@ -211,11 +211,14 @@ def fused_by_servers(names: Iterable[str]) -> list[list[str]]:
 
 
 def share_global_scales(weights: Mapping[str, ExportedWeight]) -> None:
-    """Give linears that servers fuse one amax, unless their planes agree on one already."""
+    """Give linears that servers fuse one global scale, unless their planes agree on one already."""
     scaled = (name for name, weight in weights.items() if weight.scheme.has_global_scale)
     for group in ([weights[name] for name in group] for group in fused_by_servers(scaled)):
-        amaxes = [None if one.plane is None else float(one.plane.parts["amax"]) for one in group]
-        if None in amaxes or len(set(amaxes)) > 1:
-            shared = torch.cat([one.values_amax().cpu() for one in group]).amax().reshape(1)
-            for one in group:
-                one.amax = shared
+        planes = [one.plane for one in group]
+        scales = {None if plane is None else float(global_scale(plane.parts["amax"], plane.format)) for plane in planes}
+        if None not in scales and len(scales) == 1:
+            continue
+        shared = torch.cat([one.values_amax().cpu() for one in group]).amax().reshape(1)
+        is_mixed = len({one.format.scale_limits(torch.float32)[0] for one in group}) > 1
+        for one in group:
+            one.amax, one.format = shared, one.scheme.format if is_mixed else one.format

@@ -123,7 +123,7 @@ def write_export(
         linear.refuse_shape()
         linear.refuse_source(options.allow_requantize)
     items = list(_items(model, weights, names))
-    ignored = list(_ignored(model, weights, items, names))
+    ignored = _ignored(model, weights, items, names)
     _warn_of_mixes([linear.name for linear in linears.values()], ignored)
     config = _config(model, scheme, ignored)
     is_small = sum(parameter.numel() for parameter in model.parameters()) < COMPILE_FROM
@@ -205,7 +205,7 @@ def _config(model: nn.Module, scheme: Scheme | None, ignored: list[str]) -> dict
     text = getattr(getattr(model, "config", None), "to_json_string", None)
     config: dict[str, object] = json.loads(str(text())) if callable(text) else {}
     dtypes = {PlainTensor("", parameter, own_name).dtype for parameter in model.parameters()}
-    is_half = scheme is None and dtypes == {torch.float16}
+    is_half = dtypes == {torch.float16}
     config |= {"architectures": [type(model).__name__], "dtype": "float16" if is_half else "bfloat16"}
     config.pop("quantization_config", None)
     if scheme is not None:
@@ -234,13 +234,16 @@ def _warn_of_mixes(stored: Sequence[str], ignored: Sequence[str]) -> None:
             )
 
 
-def _ignored(model: nn.Module, weights: Weights, items: Sequence[Item], names: StoredNames) -> Iterator[str]:
-    """Linears in high precision, tied ones too, and other modules of one matrix, such as routers."""
+def _ignored(model: nn.Module, weights: Weights, items: Sequence[Item], names: StoredNames) -> list[str]:
+    """Linears in high precision, tied ones too, and other modules of one matrix, such as routers.
+
+    With the names of the files, which servers use, and those of the model, by which transformers looks for them.
+    """
     kinds = {f"{name}.weight": type(module) for name, module in model.named_modules()}
-    for name, kind in kinds.items():
-        if issubclass(kind, nn.Linear) and name not in weights:
-            yield stored_name(names, name).removesuffix(".weight")
+    high = [name for name, kind in kinds.items() if issubclass(kind, nn.Linear) and name not in weights]
     for item in items:
         if isinstance(item, PlainTensor) and item.name.endswith(".weight") and item.tensor.dim() == 2:
             if not issubclass(kinds.get(item.name, nn.Linear), nn.Linear | nn.Embedding):
-                yield stored_name(names, item.name).removesuffix(".weight")
+                high.append(item.name)
+    both = *(stored_name(names, name) for name in high), *high
+    return [name.removesuffix(".weight") for name in dict.fromkeys(both)]

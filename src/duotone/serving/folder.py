@@ -93,6 +93,9 @@ def write_folder(
 
 def _refuse_place(path: Path) -> None:
     """UserError unless a new folder can take the place of `path`: programs may be at work in what is no model."""
+    file = next((parent for parent in path.parents if parent.exists() and not parent.is_dir()), None)
+    if file is not None:
+        raise UserError(f"{path} lies in {file}, which is a file; give another folder")
     here = Path.cwd()
     if path in (here, *here.parents) or (path.exists() and not path.is_dir()):
         raise UserError(f"an export takes the place of a folder, and {path} cannot be replaced; give another")

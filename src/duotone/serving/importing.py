@@ -15,7 +15,7 @@ from duotone.errors import RecipeError, UserError
 from duotone.formats import Format
 from duotone.planned import delayed_states
 from duotone.planned.planned import Planned
-from duotone.planned.weights import replace
+from duotone.planned.weights import replace, show_values
 from duotone.serving.folder import CONFIG, NOTES, as_path, open_files, read_text
 from duotone.serving.schemes import GLOBAL, Scheme, global_scale, scheme_of_group
 from duotone.serving.stored_tensors import StoredNames, own_name, stored_tensors
@@ -140,14 +140,19 @@ def load_into(path: str | Path, model: nn.Module, names: StoredNames) -> nn.Modu
     require_model("load", model)
     targets = [Target(name, tensor, names) for name, tensor in stored_tensors(model).items()]
     _refuse_other(checkpoint, targets)
+    planned = [module for module in model.modules() if isinstance(module, Planned)]
+    for module in planned:
+        delayed_states.forget(module)  # their scales are of other weights, and would clip these
     with torch.no_grad():
         for target in targets:
             if target.is_in(checkpoint):
                 _write(target.tensor, target.value(checkpoint))
+    for module in planned:
+        delayed_states.drop(module)
+        module.forget_plans()
     for module in model.modules():
-        if isinstance(module, Planned):
-            delayed_states.drop(module)  # their scales are of other weights
-            module.forget_plans()
+        if any(isinstance(parameter, QuantizedTensor) for parameter in module._parameters.values()):
+            show_values(module)  # save_pretrained reads them, also of modules that follow no plan
     return model
 
 

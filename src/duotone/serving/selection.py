@@ -17,6 +17,7 @@ from duotone.planned.planned import Planned
 from duotone.serving.exported_weight import ExportedWeight
 from duotone.serving.schemes import Scheme, scheme_for
 from duotone.serving.stored_tensors import ExportedExperts, StoredNames, stored_name
+from duotone.serving.tensor_file import NAMES
 from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.tensor import QuantizedTensor
 
@@ -27,14 +28,14 @@ def selected_weights(
     model: nn.Module, scheme: Scheme, ignore: Sequence[str], masters: Mapping[str, Tensor], names: StoredNames
 ) -> Weights:
     """The weights that are stored quantized, by the full name of the parameter."""
-    excluded = {*left_alone(model), *heads(model)}
+    others, outputs = left_alone(model), heads(model)
     weights: Weights = {}
     refused: dict[str, nn.Module] = {}
     for owner, module in model.named_modules():
-        if any(fnmatchcase(owner, pattern) for pattern in ignore):
+        if owner in outputs or any(is_within(owner, pattern) for pattern in ignore):
             continue
-        for name, fmt in _matrices(owner, module):
-            if fmt == IDENTITY or (fmt is None and isinstance(module, nn.Linear) and owner in excluded):
+        for name, fmt in _matrices(owner, module, refused):
+            if fmt == IDENTITY or (fmt is None and isinstance(module, nn.Linear) and owner in others):
                 continue
             if not owner:
                 raise UserError(f"the model is one {type(module).__name__}, whose weight has no name; export its owner")
@@ -49,6 +50,12 @@ def selected_weights(
     _refuse_modules(refused)
     _refuse_ties(model, weights)
     return weights
+
+
+def is_within(owner: str, pattern: str) -> bool:
+    """Whether a glob matches the name of a module, or of one that contains it."""
+    parts = owner.split(".")
+    return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
 
 
 def why_none(model: nn.Module) -> str:
@@ -80,11 +87,15 @@ def _refuse_ties(model: nn.Module, weights: Weights) -> None:
             raise UserError(f"{name} is tied to {other}, which stays in bf16; ignore={[owner]!r} stores both so")
 
 
-def _matrices(owner: str, module: nn.Module) -> Iterator[tuple[str, Format | None]]:
-    """The full names of the weights of a module, with the format that fprop reads; None if it follows no plan."""
+def _matrices(owner: str, module: nn.Module, refused: dict[str, nn.Module]) -> Iterator[tuple[str, Format | None]]:
+    """The full names of the weights of a module, with the format that fprop reads; None if it follows no plan.
+
+    `refused` gets modules whose weights have no such name.
+    """
     if holds_experts(module):
         if any(part not in module._parameters for part in linear_names(module)):
-            _refuse_module(owner, module)
+            refused[owner] = module
+            return
         for part in linear_names(module):
             yield f"{owner}.{part}", trained_format(module._modules.get(f"{PREFIX}{part}"))
     elif isinstance(module, nn.Linear) or is_transposed(module) or isinstance(module, Planned):
@@ -92,11 +103,7 @@ def _matrices(owner: str, module: nn.Module) -> Iterator[tuple[str, Format | Non
         if "weight" in module._parameters:
             yield f"{owner}.weight".removeprefix("."), fmt
         elif fmt not in (None, IDENTITY) and "_owner" not in module.__dict__:  # experts have an owner
-            _refuse_module(owner, module)
-
-
-def _refuse_module(owner: str, module: nn.Module) -> None:
-    _refuse_modules({owner: module})
+            refused[owner] = module
 
 
 def _refuse_modules(modules: Mapping[str, nn.Module]) -> None:
@@ -113,12 +120,14 @@ def _refuse_modules(modules: Mapping[str, nn.Module]) -> None:
 
 
 def trained_format(module: nn.Module | None) -> Format | None:
-    """The format in which fprop reads the weight; None if the module follows no plan."""
-    if not isinstance(module, Planned):
+    """The format in which fprop reads the weight; None if the module follows no plan and its weight has no planes."""
+    if not isinstance(module, Planned | nn.Linear):
         return None
     weight = module.weight
     plane = weight.planes.rowwise if isinstance(weight, QuantizedTensor) else None
-    return module.plans.plan(module.recipe).weight.quantizer.rowwise if plane is None else plane.format
+    if plane is None and isinstance(module, Planned):
+        return module.plans.plan(module.recipe).weight.quantizer.rowwise
+    return None if plane is None else plane.format
 
 
 def scheme_of_recipe(model: nn.Module) -> Scheme | None:
@@ -157,6 +166,8 @@ def refuse_model(model: nn.Module) -> None:
         if hasattr(tensor, "to_local") or (isinstance(tensor, Tensor) and tensor.is_meta):
             where = "on meta" if tensor.is_meta else "sharded"
             raise UserError(f"{name} is {where}; export a model whose tensors are whole, as on one rank")
+        if isinstance(tensor, Tensor) and not isinstance(tensor, QuantizedTensor) and tensor.dtype not in NAMES:
+            raise UserError(f"{name} is {tensor.dtype}, which safetensors does not store; give it another dtype")
 
 
 def refuse_arguments(model: nn.Module, weights: Weights, masters: Mapping[str, Tensor], ignore: Sequence[str]) -> None:

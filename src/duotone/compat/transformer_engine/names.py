@@ -52,8 +52,9 @@ PYTORCH = {
     **_all(
         "duotone",
         "Float8BlockQuantizer Float8CurrentScalingQuantizer Float8Quantizer HybridQuantizer IdentityQuantizer "
-        "MXFP8Quantizer NVFP4Quantizer QuantizedTensor Quantizer RotaryPositionEmbedding",
+        "MXFP8Quantizer NVFP4Quantizer QuantizedTensor Quantizer",
     ),
+    **_all(f"{PACKAGE}.rotary_embedding", "RotaryPositionEmbedding"),
     **_all(f"{PACKAGE}.tensors", TENSORS),
     **{f"{name}Storage": f"{PACKAGE}.tensors:{name}" for name in TENSORS.split()},
     "QuantizedTensorStorage": "duotone:QuantizedTensor",

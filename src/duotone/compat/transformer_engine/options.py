@@ -58,6 +58,7 @@ WITHOUT: dict[str, Rule] = {
 """Options without a counterpart."""
 
 LEAVE_OUT: Rule = (lambda value: not value), "leave it out"
+OWN_ANGLES: Rule = (lambda value: not value), "compute such angles, and give them as rotary_pos_emb"
 OF_FUNCTIONS: dict[str, dict[str, Rule]] = {
     "checkpoint": {"distribute_saved_activations": LEAVE_OUT},
     "get_cpu_offload_context": {"offload_weights": LEAVE_OUT, "manual_synchronization": LEAVE_OUT},
@@ -65,6 +66,9 @@ OF_FUNCTIONS: dict[str, dict[str, Rule]] = {
         "fp8_weight_caching cache_quantized_params sample_kwargs pool retain_graph_in_backward pre_warmup_hook "
         "post_warmup_hook capture_time_hooks".split(),
         LEAVE_OUT,
+    ),
+    "RotaryPositionEmbedding": dict.fromkeys(
+        ("interleaved", "pretrained_max_position_embeddings", "seq_len_interpolation_factor"), OWN_ANGLES
     ),
 }
 """Options without a counterpart of functions, by their name."""
