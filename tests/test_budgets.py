@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 42094
+LIBRARY_LINES = 42267
 TOOL_LINES = 8163
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -30,7 +30,7 @@ BUDGETS = {
     "cli": (1647, 2, 0),
     "comm": (258, 3, 1),
     "compat": (3143, 11, 0),
-    "conversion": (2808, 7, 0),
+    "conversion": (2965, 7, 0),
     "dispatch": (3655, 1, 0),
     "distributed": (509, 4, 0),
     "formats": (1538, 0, 0),
@@ -44,11 +44,11 @@ BUDGETS = {
     "optim": (900, 3, 0),
     "package": (378, 1, 0),
     "pipeline": (1682, 15, 0),
-    "planned": (3780, 17, 1),
+    "planned": (3792, 17, 1),
     "recipes": (2028, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1677, 0, 0),
-    "state": (2033, 11, 0),
+    "state": (2037, 11, 0),
     "tensor": (3050, 17, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

@@ -228,7 +228,8 @@ def test_a_pattern_with_other_values_is_left_alone_with_a_row() -> None:
     m, x = duotone.convert(Other(), "mxfp8"), hidden_states()
     y = m(x)
     assert torch.equal(duotone.fuse(m)(x), y)
-    assert rows(m) == {"": "not fused: its values are not those of linears and an activation of duotone.ops"}
+    values = "its values or gradients are not those of linears and an activation of duotone.ops"
+    assert rows(m) == {"": f"not fused: {values}"}
 
 
 @pytest.mark.parametrize("wrong", [nn.Linear, "model", None])
@@ -570,7 +571,7 @@ def test_norms_of_other_values_and_norms_of_several_modules_run_by_themselves() 
     m, x = duotone.convert(nn.Sequential(Shared(Halved(64))), "mxfp8"), hidden_states()
     expected = m(x)
     duotone.fuse(m)
-    assert rows(m)["0.norm"] == "not fused: its values are those of no norm of duotone.ops"
+    assert rows(m)["0.norm"] == "not fused: its values, or its gradients, are those of no norm of duotone.ops"
     assert torch.equal(m(x), expected)
     norm = nn.LayerNorm(64)
     m = duotone.fuse(duotone.convert(nn.Sequential(Shared(norm), Shared(norm), Shared(norm)), "mxfp8"))

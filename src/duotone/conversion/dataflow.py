@@ -1,13 +1,12 @@
 """Which code reads which value in the forward of a module, from its source. Nothing runs, so all branches count."""
 
 import ast
-import inspect
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
+from duotone.conversion.forward_source import code_of
 from duotone.conversion.fused_modules import plain_class
 from duotone.conversion.left_alone import DESCRIPTIONS
 
@@ -208,7 +207,7 @@ class Flows:
             self.flows[module] = SequentialFlow(list(module._modules))
         elif module not in self.flows:
             if forward not in self.code:
-                self.code[forward] = _code_of(forward)
+                self.code[forward] = code_of(forward)
             code = self.code[forward]
             self.flows[module] = None if code is None else CodeFlow(code, module)
         return self.flows[module]
@@ -255,18 +254,3 @@ class Flows:
             return None
         parameter = place if isinstance(place, str) else flow.parameters[place]
         return parameter if flow.reads.get(parameter, Reads()).children else None
-
-
-def _code_of(forward: Callable[..., object]) -> ast.FunctionDef | None:
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
-        (function,) = ast.parse(source).body
-    except (OSError, TypeError, ValueError, SyntaxError):
-        return None
-    if not isinstance(function, ast.FunctionDef):
-        return None
-    first = next((argument.arg for argument in (*function.args.posonlyargs, *function.args.args)), "self")
-    for node in ast.walk(function):  # paths of children begin with "self", whatever the source calls it
-        if isinstance(node, ast.Name) and node.id == first:
-            node.id = "self"
-    return function

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from duotone.conversion.effects import Attributes
 from duotone.conversion.patterns import MLP, Chain, Norm, children_of, epsilon, is_linear
 from duotone.errors import UserError
 from duotone.numbered import constant_in_traces
@@ -22,8 +23,10 @@ from duotone.pipeline.deferred import Defer, DeferredOutput
 from duotone.pipeline.op import Op, is_autocast, is_distributed, run
 from duotone.pipeline.stage import Gradients
 from duotone.recipes.recipe import Recipe
+from duotone.state.region import STACK
 
 CHANGED = "has another epsilon than when it was fused"
+REPLACED = "was replaced since it was fused"
 FUSED = "_fused"
 """The attribute of a fused module that holds its pipeline."""
 
@@ -46,6 +49,8 @@ class MLPPipeline:
     def __init__(self, owner: nn.Module, pattern: MLP) -> None:
         self.owner, self.pattern = owner, pattern
         self.packed = PackedLinear(owner, pattern.first)
+        self.others = {name: child for name, child in children_of(owner).items() if name not in self.linears}
+        self.attributes = Attributes(owner, plain_class(owner))
         self.activation = ActivationOp(pattern.activation)
 
     @property
@@ -60,8 +65,12 @@ class MLPPipeline:
         """Why the module runs its own forward, or ""."""
         if self.closed:
             return self.closed
-        for name, child in children_of(self.owner).items():
-            if name not in self.linears and is_hooked(child):
+        if path := self.attributes.changed(self.owner):
+            return f"{path} has changed since it was fused"
+        for name, child in self.others.items():
+            if self.owner._modules.get(name) is not child:
+                return f"{name} {REPLACED}"
+            if is_hooked(child):
                 return f"{name} has hooks"
             if isinstance(child, nn.Dropout) and child.p and child.training:
                 return f"{name} is on"
@@ -96,6 +105,7 @@ class ChainPipeline:
     def __init__(self, owner: nn.Module, parts: Chain) -> None:
         self.owner, self.parts = owner, parts
         self.ops: dict[str, Op] = {}
+        self.others = {name: child for name, child in children_of(owner).items() if not is_linear(child)}
         for (name, child), part in zip(children_of(owner).items(), parts, strict=True):
             if isinstance(part, Norm):
                 self.ops[name] = NormOp(child, *part)
@@ -111,6 +121,8 @@ class ChainPipeline:
         for name, child in children.items():
             reason = "has hooks" if is_hooked(child) else why_not_in_pipeline(child) if is_linear(child) else ""
             op = self.ops.get(name)
+            if op is not None and self.others.get(name) is not child:
+                reason = REPLACED
             if isinstance(op, NormOp) and epsilon(child) != op.eps:
                 reason = CHANGED
             if reason:
@@ -222,19 +234,19 @@ class NormReaders:
         self, ops: Sequence[Op], x: DeferredOutput, extra: Sequence[object], first: bool | Tensor | None, owner: object
     ) -> Outputs:
         """Run the norm and the ops as one pipeline; linears that read the norm together run as one."""
-        if x.is_watched:
+        if x.is_watched or is_autocast(x.device.type):
             return run(ops, x.view_as(x), extra, first, owner)
         if len(ops) == 1 and first is None:
             packs = (pack for pack in self.packs.values() if any(ops[0] is linear for linear in pack.linears))
             pack = next(packs, None)
             if pack is not None and not why_not_packed(pack):
-                tracks = torch.is_grad_enabled()
+                call = _call_of(ops[0])  # type: ignore[arg-type]
                 try:
-                    if (id(ops[0]), tracks) not in x.outputs:
+                    if not x.outputs:
                         parts = pack.split(run((self.op, pack), x.source, (), None, owner))
-                        keys = [(id(linear), tracks) for linear in pack.linears]
-                        x.outputs.update(zip(keys, parts, strict=True))
-                    return x.outputs.pop((id(ops[0]), tracks))
+                        x.outputs.update(zip(map(_call_of, pack.linears), parts, strict=True))
+                    if call in x.outputs:  # else it follows another region than the first of them
+                        return x.outputs.pop(call)
                 except Apart:
                     pass
         return run((self.op, *ops), x.source, extra, first, owner)
@@ -247,6 +259,13 @@ class NormReaders:
         x, gamma, beta = inputs
         assert x is not None
         return stage.backward(dy, stage.forward(x, gamma, beta)[1], tuple(needs))
+
+
+def _call_of(linear: nn.Module) -> tuple[object, ...]:
+    """All that a call of a linear depends on besides its input: two calls that agree in it have the same output."""
+    versions = [p._version for p in linear._parameters.values() if p is not None]
+    regions = STACK.regions
+    return id(linear), torch.is_grad_enabled(), regions[-1] if regions else None, *versions
 
 
 class FusedNorm(Fused):

@@ -17,7 +17,7 @@ from duotone.linear.core import record
 from duotone.linear.plan import LinearPlan, ask_recipe
 from duotone.linear.plan_builder import build_plan
 from duotone.pipeline.op import is_distributed
-from duotone.planned import delayed_states
+from duotone.planned import delayed_states, traced_stages
 from duotone.planned.planned import Planned
 from duotone.planned.split_parameters import require_one_weight
 from duotone.planned.weights import quantized_parameter, replace
@@ -70,7 +70,7 @@ def convert_parameters(
         if not plan.is_delayed:
             delayed_states.drop(module)
         module.forget_plans()
-        module.plans.answers[recipe.key] = slots
+        traced_stages.take(module.plans, recipe.key, slots)
         module.plans.prepare(recipe)
     for conversion in conversions:
         weight = shard_of(conversion.old)

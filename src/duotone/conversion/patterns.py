@@ -5,8 +5,9 @@ not use its parameters. So it works for models on meta, for weights of zero, and
 """
 
 import copy
+import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone import ops
+from duotone.conversion.effects import effect_of
 from duotone.conversion.transposed import is_transposed
 from duotone.dispatch.activations import ACTIVATIONS
 from duotone.dispatch.norms import NORMS
@@ -30,6 +32,8 @@ UNIT = 8
 """Sizes of a module are compared at the same proportions, in this unit."""
 
 ROWS = 6
+SCALES = torch.tensor([0.1, 1, 4, 16, 1e3, 1e6], dtype=torch.float64, device="cpu")
+"""Of the rows of an input: where functions differ, and where a module that limits its values would differ."""
 
 
 class Norm(NamedTuple):
@@ -50,6 +54,9 @@ class MLP(NamedTuple):
 
 Chain = tuple[Norm | str | None, ...]
 """For each child of an nn.Sequential, the norm or activation that it is, or None."""
+
+
+OTHER_VALUES = "its values or gradients are not those of linears and an activation of duotone.ops"
 
 
 class NoMatch(Exception):
@@ -75,13 +82,18 @@ def norm_of(module: nn.Module, plain: type[nn.Module]) -> Norm | None:
     twin.__dict__["_parameters"] = vectors
     scales = torch.logspace(-3, 2, ROWS, dtype=torch.float64).unsqueeze(1)
     x = _random((ROWS, gamma.shape[0]), numbers) * scales + scales
-    y = _values(twin, x)
+    result = _results(twin.forward, [x.clone().requires_grad_()])
     for kind in ("RMSNorm", "LayerNorm"):
         for zero_centered in (False, True):
             stage = NormStage(NORMS[kind], eps, zero_centered, False)
-            if _same(y, stage.forward(x, vectors["weight"], vectors.get("bias"))[0]):
+            compute = functools.partial(_norm_value, stage, vectors)
+            if _all_same(result, _results(compute, [x.clone().requires_grad_()])):
                 return Norm(kind, eps, zero_centered)
-    raise NoMatch("its values are those of no norm of duotone.ops")
+    raise NoMatch("its values, or its gradients, are those of no norm of duotone.ops")
+
+
+def _norm_value(stage: NormStage, vectors: Mapping[str, nn.Parameter | None], x: Tensor) -> Tensor:
+    return stage.forward(x, vectors["weight"], vectors.get("bias"))[0]
 
 
 def mlp_of(
@@ -104,7 +116,7 @@ def mlp_of(
     for small in dict.fromkeys((min(unit, UNIT), unit)):  # a forward may require the sizes of its weights
         numbers = torch.Generator().manual_seed(0)
         twins = {name: _random_linear(linear, small, unit, numbers) for name, linear in linears.items()}
-        x = 4 * _random((2, ROWS, twins[candidates[0].first[0]].in_features), numbers)
+        x = SCALES.view(-1, 1) * _random((2, len(SCALES), twins[candidates[0].first[0]].in_features), numbers)
         matching = _Trial(module, plain, x, twins).matching(candidates)
         if matching:
             break
@@ -112,7 +124,9 @@ def mlp_of(
         twins = {name: _wide(linear) for name, linear in linears.items()}
         matching = _Trial(module, plain, sample.detach().double(), twins).matching(matching)
     if not matching:
-        raise NoMatch("its values are not those of linears and an activation of duotone.ops")
+        raise NoMatch(OTHER_VALUES)
+    if effect := effect_of(module, plain):
+        raise NoMatch(effect)
     return matching[0]
 
 
@@ -125,16 +139,11 @@ class _Trial(NamedTuple):
     linears: Mapping[str, nn.Linear]
 
     def matching(self, candidates: Iterable[MLP]) -> list[MLP]:
-        """The candidates with the same output as the module, in evaluation and in training."""
-        return [one for one in candidates if all(self.matches(one, training) for training in (False, True))]
+        """The candidates with the same output and gradients as the module, in evaluation and in training."""
+        results = [self.results(self.copy_of_module(training).forward) for training in (False, True)]
+        return [one for one in candidates if all(self.matches(one, result) for result in results)]
 
-    def matches(self, candidate: MLP, training: bool) -> bool:
-        first, kind, last = candidate
-        if self.linears[first[0]].in_features != self.x.shape[-1]:
-            return False
-        with torch.no_grad():
-            hidden = torch.cat([self.linears[name](self.x) for name in first], -1)
-            expected = self.linears[last](ACTIVATIONS[kind].value(hidden))
+    def copy_of_module(self, training: bool) -> nn.Module:
         twin = _twin(self.module, self.plain)
         copies = {name: copy.copy(child) for name, child in children_of(self.module).items()}
         twin.__dict__["_modules"] = {**copies, **self.linears}
@@ -142,10 +151,24 @@ class _Trial(NamedTuple):
             part.training = training
             if isinstance(part, nn.Dropout):
                 part.p = 0.0  # a call with dropout runs the forward of the class
-        try:
-            return _same(_values(twin, self.x), expected)
-        except Exception:  # any code of the user
+        return twin
+
+    def results(self, forward: Callable[[Tensor], object]) -> list[Tensor | None] | None:
+        """The output, and the gradients of the input and of all parameters. None if there is no such output."""
+        x = self.x.clone().requires_grad_()
+        parameters = [p for linear in self.linears.values() for p in linear.parameters()]
+        return _results(forward, [x, *parameters])
+
+    def matches(self, candidate: MLP, result: Sequence[Tensor | None] | None) -> bool:
+        first, kind, last = candidate
+        if result is None or self.linears[first[0]].in_features != self.x.shape[-1]:
             return False
+
+        def compute(x: Tensor) -> Tensor:
+            hidden = torch.cat([self.linears[name](x) for name in first], -1)
+            return self.linears[last](ACTIVATIONS[kind].value(hidden))
+
+        return _all_same(result, self.results(compute))
 
 
 def chain_of(module: nn.Module, plain: type[nn.Module]) -> Chain | None:
@@ -173,12 +196,11 @@ def activation_of(module: nn.Module) -> str | None:
     if _holds_tensors(module):
         return None
     x = torch.linspace(-8, 8, 128, dtype=torch.float64, device="cpu").view(2, 64)
-    try:
-        y = _values(module, x)
-    except Exception:  # any code of the user
-        return None
-    plain = (name for name, activation in ACTIVATIONS.items() if not activation.gated)
-    return next((name for name in plain if _same(y, ACTIVATIONS[name].value(x))), None)
+    x = torch.cat([x, 1e5 * x])
+    result = _results(module.forward, [x.clone().requires_grad_()])
+    plain = {name: activation.value for name, activation in ACTIVATIONS.items() if not activation.gated}
+    same = (name for name, value in plain.items() if _all_same(result, _results(value, [x.clone().requires_grad_()])))
+    return next(same, None)
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -234,16 +256,44 @@ def _twin(module: nn.Module, plain: type[nn.Module]) -> nn.Module:
     return twin
 
 
-def _values(module: nn.Module, x: Tensor) -> object:
-    """The output of the module in float64. The state of random generators stays."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.autocast(x.device.type, enabled=False):
-        return module.forward(x)
+def _results(forward: Callable[[Tensor], object], inputs: Sequence[Tensor]) -> list[Tensor | None] | None:
+    """The output for the first input, and the gradients of all inputs. None if the code has no such output, or raises.
+
+    The state of random generators stays.
+    """
+    x = inputs[0]
+    version = x._version
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), torch.autocast(x.device.type, enabled=False):
+            y = forward(x)
+            if not isinstance(y, Tensor) or x._version != version:
+                return None
+            gradients = torch.autograd.grad(y, inputs, _direction(y), allow_unused=True)
+    except Exception:  # any code of the user
+        return None
+    return [y.detach(), *gradients]
 
 
-def _same(y: object, expected: Tensor) -> bool:
-    if not isinstance(y, Tensor) or y.shape != expected.shape:
+def _direction(y: Tensor) -> Tensor:
+    """A gradient for an output, the same for all of its shape."""
+    return _random(y.shape, torch.Generator().manual_seed(1)).to(y.dtype)
+
+
+def _all_same(result: Sequence[Tensor | None] | None, expected: Sequence[Tensor | None] | None) -> bool:
+    """Whether outputs and gradients are the same, row by row."""
+    if result is None or expected is None or len(result) != len(expected):
         return False
-    return bool((y - expected).abs().max() <= TOLERANCE * expected.abs().max())
+    return all(
+        one is other if one is None or other is None else _same(one, other)
+        for one, other in zip(result, expected, strict=True)
+    )
+
+
+def _same(y: Tensor, expected: Tensor) -> bool:
+    if y.shape != expected.shape:
+        return False
+    error, largest = (y - expected).abs(), expected.abs()
+    return bool((error.amax(-1) <= TOLERANCE * largest.amax(-1)).all()) if y.dim() else bool(error <= TOLERANCE)
 
 
 def _random(shape: Sequence[int], numbers: torch.Generator) -> Tensor:
@@ -266,7 +316,7 @@ def _wide(linear: Any) -> nn.Linear:
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.weight = nn.Parameter(weight)
     if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False)
+        linear.bias = nn.Parameter(bias)
     return linear

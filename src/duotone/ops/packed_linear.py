@@ -31,11 +31,11 @@ class PackedLinear(Op):
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...]) -> None:
         self.owner, self.names = owner, names
-        self.agreement: dict[Stage, bool] = {}
-        """Whether the others can follow a stage of the first linear."""
+        self.agreement: tuple[list[Stage], bool] | None = None
+        """The stages of the newest call, and whether they are those of one linear."""
 
     def __getstate__(self) -> dict[str, object]:
-        return {"owner": self.owner, "names": self.names, "agreement": {}}  # stages belong to this process
+        return {"owner": self.owner, "names": self.names, "agreement": None}  # stages belong to this process
 
     @property
     def linears(self) -> Linears:
@@ -76,12 +76,12 @@ class PackedLinear(Op):
         )
 
     def _agree(self, stage: LinearStage, others: Linears, info: TensorInfo, trained: bool) -> bool:
-        agree = self.agreement.get(stage)
-        if agree is None:
-            plans = (linear.plans.stage(info, trained, None, linear.weight.dtype).plan for linear in others)
-            agree = not why_apart([stage.plan, *plans])
-            if not torch.compiler.is_dynamo_compiling():
-                self.agreement[stage] = agree
+        stages = [stage, *(linear.plans.stage(info, trained, None, linear.weight.dtype) for linear in others)]
+        if self.agreement is not None and self.agreement[0] == stages:
+            return self.agreement[1]
+        agree = not why_apart([each.plan for each in stages])
+        if not torch.compiler.is_dynamo_compiling():
+            self.agreement = stages, agree
         return agree
 
 

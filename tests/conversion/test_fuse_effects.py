@@ -1,0 +1,265 @@
+"""fuse runs a pipeline in the place of a forward. Whatever else that forward does has to happen as before."""
+
+import copy
+
+import pytest
+import torch
+from blocks import hidden_states
+from torch import Tensor, nn
+
+import duotone
+
+
+class MLP(nn.Module):
+    scale, rate, doubles = 1.0, 0.0, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(64, 64) for _ in range(3))
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class Detached(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x).detach())
+
+
+class Clamped(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down((self.act(self.gate(x)) * self.up(x)).clamp(-1e3, 1e3))
+
+
+class Stored(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.act(self.gate(x)) * self.up(x)
+        return self.down(self.hidden)
+
+
+class Region(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        with duotone.autocast(enabled=False):
+            hidden = self.act(self.gate(x)) * self.up(x)
+        return self.down(hidden)
+
+
+class Decorated(MLP):
+    @duotone.autocast(enabled=False)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class Hooked(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.gate(x)) * self.up(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: 2 * gradient)
+        return self.down(hidden)
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        return 3 * dy
+
+
+class OtherGradient(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(Tripled.apply(self.act(self.gate(x)) * self.up(x)))
+
+
+class InMethod(MLP):
+    def counted(self, hidden: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.counted(self.act(self.gate(x)) * self.up(x)))
+
+
+class WritesInput(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.act(self.gate(x)) * self.up(x))
+        x += 0
+        return y
+
+
+def compare(plain: nn.Module, fused: nn.Module, x: Tensor) -> None:
+    """The same bits of the output and of all gradients, and the same gradients that are None."""
+    results = []
+    for m in (plain, fused):
+        torch.manual_seed(1)
+        m.zero_grad()
+        source = x.clone().requires_grad_()
+        y = m(source.clone())
+        y.sum().backward()
+        results.append([y.detach(), source.grad, *(p.grad for p in m.parameters())])
+    for one, other in zip(*results, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+EFFECTS = {
+    Detached: "its values or gradients are not those",
+    Clamped: "its values or gradients are not those",
+    OtherGradient: "its values or gradients are not those",
+    WritesInput: "its values or gradients are not those",
+    Stored: "its forward has `self.hidden`",
+    Region: "its forward has `with duotone.autocast(enabled=False):`",
+    Decorated: "its forward is decorated by duotone.autocast(enabled=False)",
+    Hooked: "its ",
+    InMethod: "its forward calls self.counted",
+}
+
+
+@pytest.mark.parametrize("kind", EFFECTS)
+def test_a_forward_that_does_more_than_its_values_show_is_left_alone(kind: type[MLP]) -> None:
+    torch.manual_seed(0)
+    plain = duotone.convert(kind(), "mxfp8")
+    fused = duotone.fuse(copy.deepcopy(plain))
+    reason = next(row.reason for row in duotone.plan(fused).filter(reason="not fused"))
+    assert reason.startswith(f"not fused: {EFFECTS[kind]}")
+    compare(plain, fused, 1e3 * hidden_states() if kind is Clamped else hidden_states())
+    assert vars(plain).keys() == {name for name in vars(fused) if not name.startswith("_left")}
+
+
+def test_the_same_parts_without_effects_are_fused() -> None:
+    m = duotone.fuse(duotone.convert(MLP(), "mxfp8"))
+    assert "fused: gate + up, swiglu and down are one pipeline" in [row.reason for row in duotone.plan(m)]
+
+
+class Scaled(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x)) * self.scale
+
+
+class Dropped(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.dropout(self.act(self.gate(x)) * self.up(x), self.rate, self.training)
+        return self.down(hidden)
+
+
+class Flagged(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.act(self.gate(x)) * self.up(x))
+        return 2 * y if self.doubles else y
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64))
+
+
+CHANGES = {
+    "act": (MLP, lambda m: setattr(m, "act", nn.ReLU()), "act was replaced since it was fused"),
+    "scale": (Scaled, lambda m: setattr(m, "scale", 0.5), "scale has changed since it was fused"),
+    "rate": (Dropped, lambda m: setattr(m, "rate", 0.5), "rate has changed since it was fused"),
+    "flag": (Flagged, lambda m: setattr(m, "doubles", True), "doubles has changed since it was fused"),
+    "activation of a chain": (chain, lambda m: m.__setitem__(1, nn.ReLU()), "1 was replaced since it was fused"),
+    "linear in a chain": (chain, lambda m: m.__setitem__(1, nn.Linear(128, 128)), "1 was replaced since"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_changes_after_fuse_counts(case: str) -> None:
+    kind, change, reason = CHANGES[case]
+    torch.manual_seed(0)
+    plain = duotone.convert(kind(), "mxfp8")
+    fused = duotone.fuse(copy.deepcopy(plain))
+    assert any(row.reason.startswith("fused") for row in duotone.plan(fused))
+    for m in (plain, fused):
+        torch.manual_seed(2)
+        change(m)
+    compare(plain, fused, hidden_states())
+    reasons = [row.reason for row in duotone.plan(fused) if "not fused" in row.reason]
+    assert any(each.startswith(f"not fused: {reason}") or "is not converted" in each for each in reasons)
+
+
+class StraightThrough(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (nn.functional.silu(x) - x).detach()
+
+
+class Centred(nn.Module):
+    """An RMSNorm whose statistics have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(64)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps).detach() * self.weight
+
+
+def test_activations_and_norms_of_other_gradients_run_by_themselves() -> None:
+    plain = duotone.convert(nn.Sequential(Centred(), nn.Linear(64, 64), StraightThrough(), nn.Linear(64, 64)), "mxfp8")
+    compare(plain, duotone.fuse(copy.deepcopy(plain)), hidden_states())
+
+
+class Readers(nn.Module):
+    """A norm that two linears read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(64)
+        self.q, self.k = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.norm(x)
+        return self.q(hidden), self.k(hidden)
+
+
+class InRegion(Readers):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.norm(x)
+        q = self.q(hidden)
+        with duotone.autocast(enabled=False):
+            return q, self.k(hidden)
+
+
+class InTorchAutocast(Readers):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.norm(x)
+        q = self.q(hidden)
+        with torch.autocast("cpu", torch.bfloat16):
+            return q, self.k(hidden)
+
+
+class Written(Readers):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.norm(x)
+        q = self.q(hidden)
+        with torch.no_grad():
+            self.k.weight.mul_(2)
+        return q, self.k(hidden)
+
+
+@pytest.mark.parametrize("kind", [Readers, InRegion, InTorchAutocast, Written])
+def test_linears_that_run_as_one_follow_what_is_around_each(kind: type[Readers]) -> None:
+    """mxfp8 gives them the same bits, one by one or as one."""
+    torch.manual_seed(0)
+    plain = duotone.convert(kind(), "mxfp8")
+    fused = duotone.fuse(copy.deepcopy(plain))
+    for one, other in zip(plain(hidden_states()), fused(hidden_states()), strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("change", ["recipe", "evaluation"])
+def test_a_linear_that_changes_after_a_forward_leaves_the_others(change: str) -> None:
+    torch.manual_seed(0)
+    recipe = duotone.recipes.from_dict({"name": "trained", "base": "mxfp8", "evaluation": "bf16"})
+    plain, x = duotone.convert(Readers(), recipe), hidden_states()
+    fused = duotone.fuse(copy.deepcopy(plain))
+    for m in (plain, fused):
+        m(x)[0].sum().backward()
+        if change == "recipe":
+            duotone.convert(m.k, "bf16")
+        else:
+            m.k.eval()
+    for one, other in zip(plain(x), fused(x), strict=True):
+        assert torch.equal(one, other)
