@@ -404,3 +404,37 @@ def test_recipes_that_are_built_anew_for_each_step_share_graphs() -> None:
                 run(torch.randn(32, 64))
             gc.collect(1)  # all that this step made is young
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8-delayed"])
+def test_a_deep_copy_shares_the_graph(recipe: str) -> None:
+    """Copies of a block, and averages of weights, are made so."""
+    m = duotone.convert(nn.Sequential(nn.Linear(56, 88)), recipe)
+    counter = CompileCounterWithBackend("eager")
+    for each in (m, copy.deepcopy(m), copy.deepcopy(m)):
+        torch.compile(each, backend=counter, fullgraph=True)(torch.randn(8, 56)).sum().backward()
+    assert counter.frame_count == 1
+
+
+class OneLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(56, 104)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def test_models_share_a_graph_after_those_before_are_gone() -> None:
+    """As in a notebook that compares recipes: the name of what a recipe answered has to stay with the answers."""
+
+    def graphs(recipe: str) -> int:
+        torch.compiler.reset()
+        gc.collect()
+        counter, models = CompileCounterWithBackend("eager"), []
+        for _ in range(3):
+            models.append(duotone.convert(OneLinear(), recipe))
+            torch.compile(models[-1], backend=counter, fullgraph=True)(torch.randn(8, 56)).sum().backward()
+        return counter.frame_count
+
+    assert [graphs(recipe) for recipe in ("nvfp4", "mxfp8", "nvfp4", "mxfp8", "nvfp4")] == [1] * 5

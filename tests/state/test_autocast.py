@@ -78,6 +78,9 @@ def test_a_recipe_may_come_first_and_anything_else_there_is_an_error() -> None:
     """core 69: `autocast(schedule.at(step))` never runs under another recipe without a word."""
     with duotone.autocast(NV):
         assert active_recipe() is NV
+    for flag in (True, False):
+        with duotone.autocast(NV, enabled=flag):
+            assert (active_recipe() is NV) == flag
     for wrong in (b"mxfp8", 1, None):
         with pytest.raises(UserError, match="allowed are true and false"):
             duotone.autocast(wrong)

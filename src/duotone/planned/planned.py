@@ -83,6 +83,8 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         if "plans" not in self.__dict__:
             self.plans = Planner(self)
         self.recipe, self.rules, self.plans.warned = recipe, rules, False
+        if not name and "module_name" in self.__dict__:  # converted alone, after the model that named it
+            name, site = self.module_name, self.site
         name = name or f"Layer_{self.plans.number}"
         self.take_name(name, site or (UNNAMED if name.startswith("Layer_") else ANYWHERE))
         if seeds.BUFFER not in self._buffers:
@@ -92,7 +94,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         delayed_states.drop(self)
         self.saved_states = {}
         if answers is not None:
-            self.plans.answers[recipe.key] = answers
+            traced_stages.take(self.plans, recipe.key, answers)
 
     def release(self) -> None:
         """Remove everything that `adopt` and plans added."""
@@ -249,7 +251,9 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
     def __getstate__(self) -> dict[str, object]:
         # Plans name states of this process. In another process the name of a group may mean another group.
         state = {name: value for name, value in super().__getstate__().items() if name != "plans"}
-        return {**state, "layout": type(self.layout)("", self.layout.sequence_parallel)}
+        if "layout" in state:
+            state["layout"] = type(self.layout)("", self.layout.sequence_parallel)
+        return state
 
     def __setstate__(self, state: dict[str, object]) -> None:
         state = {name: value for name, value in state.items() if name not in OBSOLETE}
@@ -261,6 +265,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        copied.layout = self.layout
+        if "layout" in vars(self):  # that of the class stays there: guards of graphs look for it
+            copied.layout = self.layout
         copied.plans.forget()  # they go by the layout
         return copied

@@ -317,6 +317,13 @@ def answer_as_others(planner: "Planner") -> None:
         answer(planner, recipe)
 
 
+def take(planner: "Planner", recipe: str, answers: Mapping[str, Quantizer]) -> None:
+    """Give a planner what the recipe of a key has answered already. The object of a name lives as long as its users."""
+    planner.answers[recipe] = answered = shared(answers)
+    if hasattr(planner.answered, recipe):
+        setattr(planner.answered, recipe, answered.name)
+
+
 def answer(planner: "Planner", recipe: str) -> object:
     """`Planner.answer`. A planner for which that fails has an answer of its own."""
     try:

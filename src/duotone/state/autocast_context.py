@@ -25,7 +25,7 @@ HIGH_PRECISION = HighPrecision()
 
 
 class autocast(RegionManager[AutocastRegion]):
-    """Run planned modules under `recipe`, which may come first: `autocast(recipe)`.
+    """Run planned modules under `recipe`, which may come first: `autocast(recipe)`, `autocast(recipe, enabled=flag)`.
 
     - `enabled=False`: high precision. With `calibrating=True`, it also records the amaxes that delayed scaling under
       `recipe` needs.
@@ -44,18 +44,22 @@ class autocast(RegionManager[AutocastRegion]):
 
     def __init__(
         self,
-        enabled: bool | RecipeLike = True,
+        first: bool | RecipeLike = True,
+        /,
         *,
+        enabled: bool = True,
         calibrating: bool = False,
         recipe: RecipeLike | None = None,
         amax_reduction_group: object = None,
     ) -> None:
-        if isinstance(enabled, Schedule) or isinstance(recipe, Schedule):
+        if any(isinstance(each, Schedule) for each in (first, enabled, recipe)):
             raise UserError("autocast takes the recipe of one step; give it schedule.at(step), not the schedule")
-        if recipe is None and not isinstance(enabled, bool) and isinstance(enabled, Recipe | str | Path):
-            enabled, recipe = True, enabled
-        if not isinstance(enabled, bool):
-            raise UserError(f"enabled is {enabled!r}; allowed are true and false: name the recipe once, as recipe=")
+        if recipe is None and isinstance(first, Recipe | str | Path):
+            first, recipe = True, first
+        wrong = next((flag for flag in (first, enabled) if not isinstance(flag, bool)), True)
+        if wrong is not True:
+            raise UserError(f"enabled is {wrong!r}; allowed are true and false: name the recipe once, as recipe=")
+        enabled = enabled and first is True
         chosen = DEFAULT_RECIPE if recipe is None else as_recipe("autocast", recipe)
         self._options = (
             chosen if enabled else HIGH_PRECISION,
