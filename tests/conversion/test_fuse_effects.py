@@ -1,6 +1,7 @@
 """fuse runs a pipeline in the place of a forward. Whatever else that forward does has to happen as before."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -83,6 +84,19 @@ class InMethod(MLP):
         return self.down(self.counted(self.act(self.gate(x)) * self.up(x)))
 
 
+def counted(forward):
+    @functools.wraps(forward)
+    def run(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return forward(self, x)
+
+    return run
+
+
+class Wrapped(MLP):
+    forward = counted(MLP.forward)
+
+
 class WritesInput(MLP):
     def forward(self, x: Tensor) -> Tensor:
         y = self.down(self.act(self.gate(x)) * self.up(x))
@@ -114,6 +128,7 @@ EFFECTS = {
     Region: "its forward has `with duotone.autocast(enabled=False):`",
     Decorated: "its forward is decorated by duotone.autocast(enabled=False)",
     Hooked: "its ",
+    Wrapped: "its forward is wrapped in another function",
     InMethod: "its forward calls self.counted",
 }
 

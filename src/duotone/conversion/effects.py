@@ -4,6 +4,7 @@ All of this comes from the source of the forward. Values and gradients are compa
 """
 
 import ast
+import inspect
 from collections.abc import Iterator
 from enum import Enum
 from types import MethodType
@@ -39,6 +40,8 @@ def effect_of(module: nn.Module, plain: type[nn.Module]) -> str:
         return "its forward has no source that could be read"
     if function.decorator_list:
         return f"its forward is decorated by {ast.unparse(function.decorator_list[0])}"
+    if inspect.unwrap(plain.forward) is not plain.forward:
+        return "its forward is wrapped in another function"
     called = {id(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
     attributes = {id(node): path for node, path in _paths(function)}
     owners = {id(node.value) for node in ast.walk(function) if isinstance(node, ast.Attribute)}
