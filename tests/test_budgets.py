@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 42271
+LIBRARY_LINES = 42276
 TOOL_LINES = 8163
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -30,7 +30,7 @@ BUDGETS = {
     "cli": (1647, 2, 0),
     "comm": (258, 3, 1),
     "compat": (3143, 11, 0),
-    "conversion": (2969, 7, 0),
+    "conversion": (2974, 7, 0),
     "dispatch": (3655, 1, 0),
     "distributed": (509, 4, 0),
     "formats": (1538, 0, 0),

@@ -149,6 +149,13 @@ def test_the_same_parts_without_effects_are_fused() -> None:
     assert "fused: gate + up, swiglu and down are one pipeline" in [row.reason for row in duotone.plan(m)]
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_fuse_compares_gradients_where_they_are_off(mode) -> None:
+    with mode():
+        m = duotone.fuse(duotone.convert(nn.Sequential(MLP()), "mxfp8"), hidden_states())
+    assert "fused: gate + up, swiglu and down are one pipeline" in [row.reason for row in duotone.plan(m)]
+
+
 class Scaled(MLP):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.act(self.gate(x)) * self.up(x)) * self.scale

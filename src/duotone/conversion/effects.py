@@ -14,9 +14,12 @@ from torch import nn
 
 from duotone.conversion.forward_source import code_of
 
-ABSENT = object()
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
 OTHER_SYNTAX = (ast.With, ast.AsyncWith, ast.Global, ast.Nonlocal, ast.Import, ast.ImportFrom, ast.Yield, ast.Await)
+
+
+class Absent:
+    """Stands for an attribute that a module does not have. Copies and pickles keep the class itself."""
 
 
 class Attributes:
@@ -61,10 +64,10 @@ def effect_of(module: nn.Module, plain: type[nn.Module]) -> str:
 
 
 def value_of(module: nn.Module, path: str) -> object:
-    """The attribute at a path of names, ABSENT if there is none."""
+    """The attribute at a path of names, `Absent` if there is none."""
     value: object = module
     for step in path.split("."):
-        value = getattr(value, step, ABSENT)
+        value = getattr(value, step, Absent)
     return value
 
 

@@ -240,9 +240,9 @@ class NormReaders:
             packs = (pack for pack in self.packs.values() if any(ops[0] is linear for linear in pack.linears))
             pack = next(packs, None)
             if pack is not None and not why_not_packed(pack):
-                call = _call_of(ops[0])  # type: ignore[arg-type]
+                call, members = _call_of(ops[0]), set(map(id, pack.linears))  # type: ignore[arg-type]
                 try:
-                    if not x.outputs:
+                    if not any(other[0] in members for other in x.outputs):
                         parts = pack.split(run((self.op, pack), x.source, (), None, owner))
                         x.outputs.update(zip(map(_call_of, pack.linears), parts, strict=True))
                     if call in x.outputs:  # else it follows another region than the first of them
@@ -263,7 +263,7 @@ class NormReaders:
 
 def _call_of(linear: nn.Module) -> tuple[object, ...]:
     """All that a call of a linear depends on besides its input: two calls that agree in it have the same output."""
-    versions = [p._version for p in linear._parameters.values() if p is not None]
+    versions = [0 if p is None or p.is_inference() else p._version for p in linear._parameters.values()]
     regions = STACK.regions
     return id(linear), torch.is_grad_enabled(), regions[-1] if regions else None, *versions
 

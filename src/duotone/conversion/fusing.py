@@ -63,7 +63,9 @@ def fuse(model: nn.Module, sample: Tensor | Sequence[object] | Mapping[str, obje
     UserError, before anything changes, if `model` is no module, or if it does not run on `sample`.
     """
     require_model("fuse", model)
-    findings = _find(model, {} if sample is None else _hidden_states(model, sample))
+    states = {} if sample is None else _hidden_states(model, sample)
+    with torch.inference_mode(False):  # gradients are compared
+        findings = _find(model, states)
     unfuse(model)
     for module, pattern in findings.forwards.items():
         is_mlp = isinstance(pattern, MLP)

@@ -71,7 +71,7 @@ class DeferredOutput(Tensor):
     """Whether gradients were enabled where the op was called."""
     reader: Reader
     computed: Tensor | None
-    outputs: dict[object, Tensor]
+    outputs: dict[tuple[object, ...], Tensor]
     """Outputs that one pipeline computed together, by who will ask for them."""
 
     @staticmethod
