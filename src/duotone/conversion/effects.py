@@ -49,11 +49,10 @@ def effect_of(module: nn.Module, plain: type[nn.Module]) -> str:
     attributes = {id(node): path for node, path in _paths(function)}
     owners = {id(node.value) for node in ast.walk(function) if isinstance(node, ast.Attribute)}
     for node in ast.walk(function):
-        text = ast.unparse(node).split("\n")[0] if isinstance(node, ast.stmt | ast.expr) else ""
         is_written = isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load)
         is_statement = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)
         if isinstance(node, OTHER_SYNTAX) or is_written or is_statement:
-            return f"its forward has `{text}`"
+            return f"its forward has `{ast.unparse(node).splitlines()[0]}`"
         if isinstance(node, ast.Name) and node.id in ("self", "super") and id(node) not in owners:
             return f"its forward uses {node.id} as a whole"
         if id(node) in called and id(node) in attributes:
