@@ -14,7 +14,7 @@ from torch import Tensor
 from duotone.comm import group_size
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
-from duotone.graph_ops import STATEFUL, define_op
+from duotone.graph_ops import STATEFUL, attach, define_op
 from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage
 from duotone.linear.operand_plan import OperandPlan
@@ -175,7 +175,7 @@ def _forward(  # noqa: PLR0913 (the arguments of the op)
     entries = [View.of(tensor, sources) or tensor for tensor in tensors]
     entry = ForBackward(stage, shells, entries)
     token = torch.tensor([int(FORWARDS.add(entry))], device="cpu")
-    token.untyped_storage().for_backward = entry  # type: ignore[attr-defined]
+    attach(token, entry)
     return y.contiguous(), token
 
 
