@@ -215,6 +215,22 @@ def test_a_reentrant_checkpoint_around_plain_compiled_layers_advances_seeds_and_
     same_as_eager(linears(name), [checkpointed] * 3, graphs=3, backend="eager")
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "fp8-current"])
+def test_compiled_autograd_gives_the_gradients_of_eager_code(name: str) -> None:
+    """It makes modules while Dynamo runs, so our hook for modules must not be traced."""
+    m = linears(name)
+    eager, x = copy.deepcopy(m), torch.randn(WIDTH, WIDTH).bfloat16()
+
+    def step(m: nn.Module) -> None:
+        in_turn()(m, x).sum().backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="aot_eager")(m)
+    step(eager)
+    for one, other in zip(m.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
 def test_compiled_code_that_should_calibrate_is_one_line() -> None:
     """It would compute in high precision and record nothing."""
     m = duotone.Linear(32, 32, recipe=recipes.load("fp8-delayed"))

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from duotone.comm import require_same
+from duotone.numbered import never_compiled
 from duotone.planned.delayed_states import STATES
 from duotone.planned.weights import ShardedParameters, described
 from duotone.state.seeds import BUFFER
@@ -74,6 +75,7 @@ class WrappedModels:
             self.is_registered = True
             register_module_module_registration_hook(self)
 
+    @never_compiled  # torch makes modules while it compiles, and Dynamo would trace this call for each
     def __call__(self, wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
         if name != "module" or not isinstance(wrapper, nn.parallel.DistributedDataParallel) or model is None:
             return
