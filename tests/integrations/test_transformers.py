@@ -234,13 +234,20 @@ def test_a_plain_model_expects_all_that_trainer_saved_under_delayed_scaling(tmp_
     assert len(run.model._state_dict_hooks) == hooks
 
 
+@pytest.mark.parametrize("saves", ["steps", "best"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_best_model_has_the_scales_that_it_was_saved_with(recipe: str, tmp_path) -> None:
+def test_the_best_model_has_the_scales_that_it_was_saved_with(recipe: str, saves: str, tmp_path) -> None:
+    """Trainer knows after an evaluation what "best" saves."""
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "learning_rate": 1.0}
-    run = trainer(tmp_path, DuotoneCallback(recipe), 6, metric_for_best_model="eval_loss", **best)
+    options = {"metric_for_best_model": "eval_loss", "save_strategy": saves, **best}
+    run = trainer(tmp_path, DuotoneCallback(recipe), 6, **options)
     run.train()
-    assert not run.state.best_model_checkpoint.endswith("-6")  # the rate is too high
+    checkpoint = run.state.best_model_checkpoint
+    assert not checkpoint.endswith("-6")  # the rate is too high
     assert run.evaluate()["eval_loss"] == run.state.best_metric
+    again = trainer(tmp_path, DuotoneCallback(recipe), 6, **options)
+    again.train(resume_from_checkpoint=checkpoint)
+    assert again.evaluate()["eval_loss"] == run.state.best_metric
 
 
 PHASES = [("mxfp8", "fp8-delayed"), ("fp8-delayed", "nvfp4"), ("mxfp8", "bf16")]

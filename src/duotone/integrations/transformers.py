@@ -242,10 +242,23 @@ class DuotoneCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_save(self, args: TrainingArguments, state: Any, control: object, model: nn.Module, **_: object) -> None:
-        """Write the planes of quantized parameters beside the checkpoint."""
+        """Complete the checkpoint: planes of quantized parameters, and what `on_step_end` could not know of.
+
+        Trainer decides only after an evaluation whether it saves the best model, and callbacks may ask for more.
+        """
         saved = state.stateful_callbacks.pop(KEY, None)
-        file = _files(args, state)[0]
-        if saved is not None and quantized_parameters(model) and state.is_world_process_zero and file.parent.is_dir():
+        file, is_known = _files(args, state)[0], saved is not None
+        saved = saved if is_known else packed_state(model)
+        if not args.should_save:
+            return
+        if not file.parent.is_dir():  # that of a trial in a search of hyperparameters
+            if not is_known or quantized_parameters(model):
+                text = "so it has no seeds, delayed scales or planes, and no run can resume from it"
+                warnings.warn(f"the checkpoint is not at {file.parent}, {text}", stacklevel=2)
+            return
+        if not is_known:
+            _add_to_state(file.with_name(TRAINER_STATE), saved)
+        if quantized_parameters(model):
             save_planes(model, file, saved)
 
     def on_train_end(self, args: Any, state: TrainerState, control: object, model: nn.Module, **_: object) -> None:
@@ -255,7 +268,10 @@ class DuotoneCallback(TrainerCallback):
         best = Path(state.best_model_checkpoint or "")
         if args.load_best_model_at_end and (best / TRAINER_STATE).is_file():
             ended: Any = TrainerState.load_from_json(str(best / TRAINER_STATE))
-            if (saved := ended.stateful_callbacks.get(KEY)) is not None:
+            if (saved := ended.stateful_callbacks.get(KEY)) is None:
+                text = "has the weights of that step, and the seeds and scales of the last one"
+                warnings.warn(f"{best} holds no seeds and scales, so the best model {text}", stacklevel=2)
+            else:
                 self.step = max(0, ended.global_step - 1)
                 self._follow(model)
                 load_common_state(model, saved)
@@ -284,6 +300,15 @@ class DuotoneCallback(TrainerCallback):
     def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
         if self.regions:
             self.regions.pop().__exit__(*sys.exc_info())
+
+
+def _add_to_state(file: Path, saved: str) -> None:
+    """Put seeds and scales into the file of a checkpoint that Trainer wrote. The file is replaced as a whole."""
+    written = TrainerState.load_from_json(str(file))
+    written.stateful_callbacks = {**(written.stateful_callbacks or {}), KEY: saved}  # type: ignore[assignment, dict-item]
+    beside = file.with_suffix(".new")
+    written.save_to_json(str(beside))
+    beside.replace(file)
 
 
 def _follow_alone(model: nn.Module, recipe: Recipe) -> None:
