@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import warnings
 import os
 
 import pytest
@@ -180,11 +181,16 @@ def test_a_wrapped_model_is_stored_under_its_own_names(tmp_path) -> None:
         assert files[0] == files[1] and configs[0] == configs[1]
 
 
-def test_the_latent_projections_of_deepseek_share_a_global_scale(tmp_path) -> None:
-    names = ("q_a_proj", "kv_a_proj_with_mqa")
+FUSED = ["q_a_proj kv_a_proj_with_mqa", "in_proj_qkv in_proj_z", "in_proj_b in_proj_a", "to_q to_k to_v"]
+
+
+@pytest.mark.parametrize("pair", FUSED)
+def test_projections_that_servers_multiply_as_one_matrix_share_a_global_scale(pair: str, tmp_path) -> None:
+    """Of DeepSeek, and of the linear attention of Qwen 3.5: as the tables of vLLM and SGLang have them."""
+    names = pair.split()
     model = nn.ModuleDict({"attention": nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in names})})
     with torch.no_grad():
-        model["attention"]["q_a_proj"].weight.mul_(3)
+        model["attention"][names[0]].weight.mul_(3)
     duotone.export(model, tmp_path / "x", scheme="NVFP4A16")
     saved = load_file(tmp_path / "x" / "model.safetensors")
     assert len({saved[f"attention.{name}.weight_global_scale"].item() for name in names}) == 1
@@ -218,6 +224,32 @@ def test_a_weight_that_is_not_finite_has_an_error_and_a_warning(value: float, tm
     with pytest.warns(UserWarning, match=r"^0 holds NaN, infinities .* do not serve"):
         first, second = duotone.export(model, tmp_path, scheme="MXFP4").rows
     assert math.isnan(first.error) and 0 < second.error < 0.2
+
+
+@pytest.mark.parametrize("scheme", ["BF16", "MXFP8"])
+@pytest.mark.parametrize("at", [0, 2], ids=["embedding", "norm"])
+def test_what_stays_in_high_precision_has_the_warning_too(at: int, scheme: str, tmp_path) -> None:
+    """3.4e38 is finite in fp32 and infinite in bf16. A mask may hold infinities."""
+    model = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 64), nn.LayerNorm(64))
+    model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+    duotone.convert(model, "mxfp8", rules=())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        duotone.export(model, tmp_path, scheme=scheme)
+    with torch.no_grad():
+        model[at].weight.view(-1)[0] = 3.4e38
+    with pytest.warns(UserWarning, match=rf"^{at}.weight holds NaN, infinities .* do not serve"):
+        duotone.export(model, tmp_path, scheme=scheme)
+
+
+def test_one_error_names_all_shapes_that_a_scheme_does_not_have(tmp_path) -> None:
+    layers = [nn.ModuleDict({"a": nn.Linear(40, 64), "b": nn.Linear(64, 64), "c": nn.Linear(64, 64)}) for _ in range(3)]
+    layers[0]["c"] = nn.Linear(40, 64)
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+    text = r"^layers.0.a cannot be .*, and 3 others are alike; ignore=\['\*\.a', 'layers.0.c'\]$"
+    with pytest.raises(duotone.UserError, match=text):
+        duotone.export(model, tmp_path, scheme="MXFP8")
+    duotone.export(model, tmp_path, scheme="MXFP8", ignore=["*.a", "layers.0.c"])
 
 
 def test_planes_of_another_format_are_encoded_again_only_if_allowed(tmp_path) -> None:

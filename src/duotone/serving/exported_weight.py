@@ -122,11 +122,10 @@ class ExportedWeight:
         parts = weight.parts if isinstance(weight, QuantizedTensor) else [weight]
         yield from (t for t in (self.amax, self.input_amax, *parts) if t is not None)
 
-    def refuse_shape(self) -> None:
-        """UserError for a shape that the scheme cannot serve."""
-        unfit = self.scheme.reason_unfit(self.shape)
-        if unfit:
-            raise UserError(f"{self.name} cannot be served as {self.scheme.name}: {unfit}; ignore={[self.name]!r}")
+    @property
+    def reason_unfit(self) -> str:
+        """Why the scheme cannot serve the shape, or ""."""
+        return self.scheme.reason_unfit(self.shape)
 
     def refuse_source(self, allow_requantize: bool) -> None:
         """UserError for a master of another shape, and for a second rounding that is not allowed."""
@@ -194,8 +193,12 @@ class Error:
         return self.lost / self.norm if self.norm else 0.0  # NaN if a value is
 
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
-FUSED += (("q_a_proj", "kv_a_proj_with_mqa"),)  # of DeepSeek
+FUSED = (
+    *(("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("to_q", "to_k", "to_v")),
+    *(("gate_proj", "up_proj"), ("w1", "w3")),
+    ("q_a_proj", "kv_a_proj_with_mqa"),  # of DeepSeek
+    *(("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")),  # of Qwen 3.5
+)
 """Names of linears of one module that servers multiply as one matrix, which has one global scale."""
 
 

@@ -29,6 +29,7 @@ from duotone.serving.selection import (
     Weights,
     refuse_arguments,
     refuse_model,
+    refuse_shapes,
     scheme_of_recipe,
     selected_weights,
     unwrapped,
@@ -113,6 +114,7 @@ def write_export(
     for weight in weights.values():
         if isinstance(weight, ExportedExperts):
             weight.refuse(options.allow_requantize)
+    refuse_shapes(weights)
     if scheme is not None and scheme.input_scale:
         modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in linears}
         amaxes = _calibrated(modules, options.calibrate, scheme.name)
@@ -120,7 +122,6 @@ def write_export(
             linear.input_amax = amaxes[name]
     share_global_scales({linear.name: linear for linear in linears.values()})
     for linear in linears.values():
-        linear.refuse_shape()
         linear.refuse_source(options.allow_requantize)
     items = list(_items(model, weights, names))
     ignored = _ignored(model, weights, items, names)
@@ -135,10 +136,12 @@ def write_export(
             lambda notes: {CONFIG: json.dumps(config, indent=2), **_texts(model, notes)},
         )
     rows = tuple(ExportRow(*note[:4]) for note in notes)
-    broken = next((row.weight for row in rows if math.isnan(row.error)), None)
-    if broken is not None:
-        why = "holds NaN, infinities or values near them, which may be stored as finite values"
-        warnings.warn(f"{broken} {why}; do not serve {path}", stacklevel=3)
+    broken = [row.weight for row in rows if math.isnan(row.error)]
+    broken += [item.name for item in items if isinstance(item, PlainTensor) and item.is_broken()]
+    if broken:
+        holds = f"and {len(broken) - 1} others hold" if len(broken) > 1 else "holds"
+        why = "NaN, infinities or values near them, which may be stored as finite values"
+        warnings.warn(f"{broken[0]} {holds} {why}; do not serve {path}", stacklevel=3)
     return ExportReport(BF16 if scheme is None else scheme.name, rows, total)
 
 

@@ -1,7 +1,7 @@
 """Which weights of a model are stored quantized, and what cannot be exported."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
@@ -112,11 +112,33 @@ def _refuse_modules(modules: Mapping[str, nn.Module]) -> None:
         return
     owner, module = next(iter(modules.items()))
     others = f" and {len(modules) - 1} others hold" if len(modules) > 1 else " holds"
-    globs = sorted({f"*.{name.rpartition('.')[2]}" for name in modules}) if len(modules) > 1 else [owner]
     raise UserError(
-        f"{owner} ({type(module).__name__}){others} what no server reads as the weight of a linear; ignore={globs!r} "
-        "stores that in bf16"
+        f"{owner} ({type(module).__name__}){others} what no server reads as the weight of a linear; "
+        f"ignore={_globs(modules, modules)!r} stores that in bf16"
     )
+
+
+def refuse_shapes(weights: Weights) -> None:
+    """UserError if there are shapes that the scheme cannot serve. It names the first, and globs for all."""
+    owners = {name.rpartition(".")[0]: weight for name, weight in weights.items()}
+    unfit = {owner: weight for owner, weight in owners.items() if weight.reason_unfit}
+    if unfit:
+        owner, weight = next(iter(unfit.items()))
+        others = f", and {len(unfit) - 1} others are alike" if len(unfit) > 1 else ""
+        raise UserError(
+            f"{owner} cannot be served as {weight.scheme.name}: {weight.reason_unfit}{others}; "
+            f"ignore={_globs(unfit, owners)!r}"
+        )
+
+
+def _globs(names: Collection[str], among: Collection[str]) -> list[str]:
+    """Globs that match these names and no others of `among`; names that have no such glob."""
+    globs: list[str] = []
+    for name in names:
+        glob = f"*.{name.rpartition('.')[2]}"
+        alike = {other for other in among if fnmatchcase(other, glob)}
+        globs.append(glob if name in alike and len(alike) > 1 and alike <= set(names) else name)
+    return list(dict.fromkeys(globs))
 
 
 def trained_format(module: nn.Module | None) -> Format | None:

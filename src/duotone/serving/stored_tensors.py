@@ -10,6 +10,7 @@ from duotone.errors import UserError
 from duotone.planned.delayed_checkpoint import state_names
 from duotone.serving.exported_weight import ExportedWeight, share_global_scales
 from duotone.serving.folder import Note
+from duotone.serving.schemes import Scheme
 from duotone.serving.tensor_file import TensorSpec, split_rows
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.plane_tensor import plain
@@ -62,6 +63,11 @@ class PlainTensor:
         for name, piece in self.names(self.name, tensor if tensor.dim() == 2 else plain(tensor)).items():
             yield from ((name, plain(rows).to(self.dtype)) for rows in split_rows(piece, 128))
 
+    def is_broken(self) -> bool:
+        """Whether a parameter is stored with NaN or infinities. Masks and other buffers may hold them."""
+        is_float = isinstance(self.tensor, nn.Parameter) and self.dtype.is_floating_point
+        return is_float and not all(bool(rows.isfinite().all()) for _, rows in self.tensors())
+
     def sources(self) -> Iterator[object]:
         yield from self.tensor.parts if isinstance(self.tensor, QuantizedTensor) else [self.tensor]
 
@@ -84,8 +90,16 @@ class ExportedExperts:
         if like.scheme.input_scale:
             raise UserError(f"{like.name} is of experts, whose inputs have no static scale; choose another scheme")
         like.refuse_source(allow_requantize)
-        for piece in self._pieces(torch.empty(like.weight.shape, device="meta")).values():
-            piece.refuse_shape()
+
+    @property
+    def scheme(self) -> Scheme:
+        return self.like.scheme
+
+    @property
+    def reason_unfit(self) -> str:
+        """Why the scheme cannot serve the shape of some linear, or ""."""
+        pieces = self._pieces(torch.empty(self.like.weight.shape, device="meta")).values()
+        return next(filter(None, (piece.reason_unfit for piece in pieces)), "")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         pieces = self._pieces(self.like.values)
