@@ -49,6 +49,14 @@ CALLS = {
     "te.RotaryPositionEmbedding(16, 0.5)": "runs",
     "te.RotaryPositionEmbedding(16, 1.0, 2)": "refused",
     "te.RotaryPositionEmbedding(16, interleaved=True)": "refused",
+    "Layer = te.Linear\nLayer(8, 8, tp_size=2)": "refused",
+    "Layer = te.Linear\nLayer(8, 8, tp_size=1)": "runs",
+    "class Mine(te.Linear): ...\nMine(8, 8, tp_size=2)": "refused",
+    "class Mine(te.Linear):\n def __init__(self):\n  super().__init__(8, 8, tp_size=2)\nMine()": "refused",
+    "class Mine(te.Linear):\n def __init__(self, tp_size):\n  super().__init__(8, 8)\nMine(tp_size=2)": "runs",
+    "class Mine(te.Linear):\n def __init__(self):\n  te.Linear.__init__(self, 8, 8, tp_size=2)\nMine()": "refused",
+    "import functools\nfunctools.partial(te.Linear, 8, 8, tp_size=2)()": "refused",
+    "from functools import partial\nlayer = partial(te.Linear, 8, 8)\nlayer(tp_size=2)": "refused",
 }
 
 

@@ -510,7 +510,7 @@ def test_the_state_of_a_failed_backward_stays_usable() -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_experts_compile_whole(packed: bool, backend: str) -> None:
-    """Backend "eager" copies what the function saves; the one op of a group finds its own saved tensors all the same."""
+    """Backend "eager" copies saved tensors. The one op of a group finds its own all the same."""
     torch.manual_seed(0)
     eager = duotone.GroupedLinear(2, 64, 64, recipe="mxfp8", name="g", single_grouped_weight=packed)
     compiled = copy.deepcopy(eager)

@@ -3,8 +3,8 @@
 import hashlib
 import json
 import math
-import warnings
 import os
+import warnings
 
 import pytest
 import torch

@@ -4,6 +4,7 @@ import ast
 import inspect
 import itertools
 import pkgutil
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -99,12 +100,63 @@ class Script:
 
     def calls(self) -> Iterator[Use]:
         """Options that are refused, and inputs under their names in Transformer Engine."""
+        renamed = self._renamed()
+        inherited = {call: path for node in self.nodes for path, call in self._calls_of_bases(node)}
         for node in (node for node in self.nodes if isinstance(node, ast.Call)):
-            module, name = split(self.path(node.func))
+            path, call = self._called(node, renamed, inherited)
+            module, name = split(path)
             if name:
-                yield from options(node, name, MODULES.get(module, {}).get(name, ""))
+                yield from options(call, name, MODULES.get(module, {}).get(name, ""))
             elif any(keyword.arg == "inp" for keyword in node.keywords):
                 yield Use(node.lineno, f"{ast.unparse(node.func)}(inp=)", RUNS, "name it x, or give it by position")
+
+    def _called(
+        self, node: ast.Call, renamed: dict[str, tuple[str, bool]], inherited: dict[ast.Call, str]
+    ) -> tuple[str, ast.Call]:
+        """The full name of what a call calls, and the call with the arguments that this gets."""
+        func = node.func
+        if ast.unparse(func) in PARTIAL and node.args:
+            return self.path(node.args[0]), _without_arguments(node, 1)
+        if isinstance(func, ast.Attribute) and func.attr == "__init__" and (path := self.path(func.value)):
+            return path, _without_arguments(node, 1)
+        if node in inherited:
+            return inherited[node], node
+        path, is_partial = renamed.get(func.id, ("", False)) if isinstance(func, ast.Name) else ("", False)
+        return path or self.path(func), _without_arguments(node, len(node.args) if is_partial else 0)
+
+    def _renamed(self) -> dict[str, tuple[str, bool]]:
+        """Variables and subclasses that stand for a name of Transformer Engine, and whether some arguments are set."""
+        renamed: dict[str, tuple[str, bool]] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                value, is_partial = node.value, False
+                if isinstance(value, ast.Call) and ast.unparse(value.func) in PARTIAL and value.args:
+                    value, is_partial = value.args[0], True
+                if path := self.path(value):
+                    renamed[node.targets[0].id] = path, is_partial
+            elif isinstance(node, ast.ClassDef) and "__init__" not in _methods(node):
+                if path := next(filter(None, map(self.path, node.bases)), ""):
+                    renamed[node.name] = path, False
+        return renamed
+
+    def _calls_of_bases(self, node: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+        """The calls of `super().__init__` in a class that inherits from one of Transformer Engine."""
+        for path in filter(None, map(self.path, node.bases)) if isinstance(node, ast.ClassDef) else ():
+            for call in ast.walk(node):
+                if isinstance(call, ast.Call) and re.fullmatch(r"super\(.*\)\.__init__", ast.unparse(call.func)):
+                    yield path, call
+
+
+PARTIAL = "functools.partial", "partial"
+
+
+def _without_arguments(call: ast.Call, count: int) -> ast.Call:
+    """A call without its first arguments by position."""
+    return ast.copy_location(ast.Call(call.func, call.args[count:], call.keywords), call)
+
+
+def _methods(node: ast.ClassDef) -> set[str]:
+    return {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
 
 
 def split(path: str) -> tuple[str, str]:
