@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 42276
-TOOL_LINES = 8163
+LIBRARY_LINES = 42529
+TOOL_LINES = 8188
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -29,25 +29,25 @@ BUDGETS = {
     "attention": (3031, 21, 0),
     "cli": (1647, 2, 0),
     "comm": (258, 3, 1),
-    "compat": (3143, 11, 0),
-    "conversion": (2974, 7, 0),
+    "compat": (3195, 11, 0),
+    "conversion": (3112, 7, 0),
     "dispatch": (3655, 1, 0),
     "distributed": (509, 4, 0),
     "formats": (1538, 0, 0),
-    "integrations": (867, 14, 0),
+    "integrations": (892, 14, 0),
     "kernels": (5048, 0, 0),
     "lab": (3904, 14, 0),
     "linear": (1990, 5, 0),
     "modules": (761, 3, 0),
     "observe": (2332, 6, 0),
-    "ops": (1493, 0, 0),
+    "ops": (1497, 0, 0),
     "optim": (900, 3, 0),
-    "package": (378, 1, 0),
-    "pipeline": (1682, 15, 0),
-    "planned": (3792, 17, 1),
+    "package": (390, 1, 0),
+    "pipeline": (1685, 15, 0),
+    "planned": (3794, 17, 1),
     "recipes": (2028, 6, 0),
     "report": (1745, 0, 0),
-    "serving": (1677, 0, 0),
+    "serving": (1719, 0, 0),
     "state": (2037, 11, 0),
     "tensor": (3050, 17, 0),
 }

@@ -2,11 +2,14 @@
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from blocks import hidden_states
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import duotone
 
@@ -104,6 +107,44 @@ class WritesInput(MLP):
         return y
 
 
+FACTOR = 1.0
+
+
+class OfGlobal(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return FACTOR * self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class OfSettings(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = SimpleNamespace(scale=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        settings = self.settings
+        return self.down(self.act(self.gate(x)) * self.up(x)) * settings.scale
+
+
+class CountedSiLU(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return nn.functional.silu(x)
+
+
+class WithCount(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = CountedSiLU()
+
+
+class WithChildren(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Sequential(nn.SiLU(), nn.Dropout(0.0))
+
+
 def compare(plain: nn.Module, fused: nn.Module, x: Tensor) -> None:
     """The same bits of the output and of all gradients, and the same gradients that are None."""
     results = []
@@ -129,7 +170,11 @@ EFFECTS = {
     Decorated: "its forward is decorated by duotone.autocast(enabled=False)",
     Hooked: "its ",
     Wrapped: "its forward is wrapped in another function",
-    InMethod: "its forward calls self.counted",
+    InMethod: "its counted has `self.calls`",
+    OfSettings: "its forward reads self.settings, which can change in place",
+    OfGlobal: "its forward reads FACTOR from outside",
+    WithCount: "act: its forward has `self.calls`",
+    WithChildren: "act: its forward uses self as a whole",
 }
 
 
@@ -173,6 +218,67 @@ class Flagged(MLP):
         return 2 * y if self.doubles else y
 
 
+class Swish(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+class WithSwish(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = Swish()
+
+
+class TanhGELU(nn.Module):
+    """As transformers has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = functools.partial(nn.functional.gelu, approximate="tanh")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
+
+class WithPartial(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = TanhGELU()
+
+
+def exact_gelu(m: nn.Module) -> None:
+    m.act.act = functools.partial(nn.functional.gelu, approximate="none")
+
+
+class Gained(nn.Module):
+    """An RMSNorm with a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps, self.gain = nn.Parameter(torch.ones(64)), 1e-6, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight * self.gain
+
+
+class WithGain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.proj = Gained(), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.norm(x))
+
+
+def swish_chain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 128), Swish(), nn.Linear(128, 64))
+
+
 def chain() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64))
 
@@ -182,6 +288,18 @@ CHANGES = {
     "scale": (Scaled, lambda m: setattr(m, "scale", 0.5), "scale has changed since it was fused"),
     "rate": (Dropped, lambda m: setattr(m, "rate", 0.5), "rate has changed since it was fused"),
     "flag": (Flagged, lambda m: setattr(m, "doubles", True), "doubles has changed since it was fused"),
+    "attribute of an activation": (WithSwish, lambda m: setattr(m.act, "beta", 3.0), "act.beta has changed since"),
+    "partial": (WithPartial, exact_gelu, "act.act has changed since it was fused"),
+    "attribute of a norm": (
+        WithGain,
+        lambda m: setattr(m.norm, "gain", 3.0),
+        "its gain has changed since it was fused",
+    ),
+    "attribute in a chain": (
+        swish_chain,
+        lambda m: setattr(m[1], "beta", 3.0),
+        "1.beta has changed since it was fused",
+    ),
     "activation of a chain": (chain, lambda m: m.__setitem__(1, nn.ReLU()), "1 was replaced since it was fused"),
     "linear in a chain": (chain, lambda m: m.__setitem__(1, nn.Linear(128, 128)), "1 was replaced since"),
 }
@@ -200,6 +318,28 @@ def test_what_changes_after_fuse_counts(case: str) -> None:
     compare(plain, fused, hidden_states())
     reasons = [row.reason for row in duotone.plan(fused) if "not fused" in row.reason]
     assert any(each.startswith(f"not fused: {reason}") or "is not converted" in each for each in reasons)
+
+
+def test_activations_in_a_chain_that_do_more_run_by_themselves() -> None:
+    plain = duotone.convert(nn.Sequential(nn.Linear(64, 128), CountedSiLU(), nn.Linear(128, 64)), "mxfp8")
+    fused = duotone.fuse(copy.deepcopy(plain))
+    compare(plain, fused, hidden_states())
+    assert fused[1].calls == plain[1].calls == 1
+
+
+def test_a_fused_copy_stays_fused() -> None:
+    """`functools.partial` has no equality, and a copy has another object."""
+    for kind in (WithPartial, WithSwish, WithGain):
+        m = copy.deepcopy(duotone.fuse(duotone.convert(kind(), "mxfp8")))
+        assert any(row.reason.startswith("fused") for row in duotone.plan(m))
+
+
+def test_hooks_for_all_modules_see_all_modules() -> None:
+    m, calls = duotone.fuse(duotone.convert(nn.Sequential(MLP()), "mxfp8")), []
+    hook = register_module_forward_hook(lambda module, *_: calls.append(type(module).__name__))
+    m(hidden_states())
+    hook.remove()
+    assert calls.count("SiLU") == 1
 
 
 class StraightThrough(nn.Module):
@@ -285,3 +425,21 @@ def test_a_linear_that_changes_after_a_forward_leaves_the_others(change: str) ->
             m.k.eval()
     for one, other in zip(plain(x), fused(x), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recompute_of_readers_has_the_bits_of_their_forward(reentrant: bool, recipe: str) -> None:
+    """A reentrant checkpoint reads the norm without gradients first, and again as a plain tensor."""
+    torch.manual_seed(0)
+    m, seen = duotone.fuse(duotone.convert(Readers(), recipe)), []
+
+    def readers(hidden: Tensor) -> Tensor:
+        y = m.q(hidden) + m.k(hidden)
+        seen.append(y.detach().clone())
+        return y
+
+    x = hidden_states().requires_grad_()
+    with set_checkpoint_early_stop(False):
+        checkpoint(readers, m.norm(x), use_reentrant=reentrant).sum().backward()
+    assert len(seen) == 2 and torch.equal(*seen)

@@ -4,13 +4,13 @@ Each call checks that the parts are still linears under plans, without hooks or 
 that a pipeline cannot follow, the forward of the class runs as before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from duotone.conversion.effects import Attributes
+from duotone.conversion.effects import Attributes, value_of
 from duotone.conversion.patterns import MLP, Chain, Norm, children_of, epsilon, is_linear
 from duotone.errors import UserError
 from duotone.numbered import constant_in_traces
@@ -27,6 +27,7 @@ from duotone.state.region import STACK
 
 CHANGED = "has another epsilon than when it was fused"
 REPLACED = "was replaced since it was fused"
+SET = "has changed since it was fused"
 FUSED = "_fused"
 """The attribute of a fused module that holds its pipeline."""
 
@@ -50,7 +51,10 @@ class MLPPipeline:
         self.owner, self.pattern = owner, pattern
         self.packed = PackedLinear(owner, pattern.first)
         self.others = {name: child for name, child in children_of(owner).items() if name not in self.linears}
-        self.attributes = Attributes(owner, plain_class(owner))
+        self.attributes = {
+            "": Attributes(owner, plain_class(owner), both_modes=True),
+            **_attributes_within(self.others, True),
+        }
         self.activation = ActivationOp(pattern.activation)
 
     @property
@@ -65,8 +69,6 @@ class MLPPipeline:
         """Why the module runs its own forward, or ""."""
         if self.closed:
             return self.closed
-        if path := self.attributes.changed(self.owner):
-            return f"{path} has changed since it was fused"
         for name, child in self.others.items():
             if self.owner._modules.get(name) is not child:
                 return f"{name} {REPLACED}"
@@ -74,6 +76,8 @@ class MLPPipeline:
                 return f"{name} has hooks"
             if isinstance(child, nn.Dropout) and child.p and child.training:
                 return f"{name} is on"
+        if path := _changed(self.owner, self.attributes):
+            return f"{path} {SET}"
         return why_not_packed(self.packed) if len(self.pattern.first) > 1 else ""
 
     @property
@@ -111,6 +115,7 @@ class ChainPipeline:
                 self.ops[name] = NormOp(child, *part)
             elif part is not None:
                 self.ops[name] = ActivationOp(part)
+        self.attributes = _attributes_within({name: child for name, child in self.others.items() if name in self.ops})
 
     @property
     def refusal(self) -> str:
@@ -127,7 +132,8 @@ class ChainPipeline:
                 reason = CHANGED
             if reason:
                 return f"{name} {reason}"
-        return ""
+        path = _changed(self.owner, self.attributes)
+        return f"{path} {SET}" if path else ""
 
     closed = refusal
 
@@ -175,6 +181,7 @@ class NormReaders:
 
     def __post_init__(self) -> None:
         self.op = NormOp(self.norm, *self.pattern)
+        self.attributes = Attributes(self.norm, plain_class(self.norm))
         self.packs = {
             group: PackedLinear(self.parent.get_submodule(group[0]), group[1])
             for group in self.groups
@@ -188,6 +195,8 @@ class NormReaders:
             return "it has hooks"
         if epsilon(self.norm) != self.pattern.eps:
             return f"it {CHANGED}"
+        if path := self.attributes.changed(self.norm):
+            return f"its {path} {SET}"
         return next((reason for path, names in self.groups if (reason := self._group_refusal(path, names))), "")
 
     def _group_refusal(self, path: str, names: tuple[str, ...]) -> str:
@@ -285,6 +294,27 @@ class FusedNorm(Fused):
 def refuse_strict_export() -> None:
     """UserError in a trace of torch.export whose program would not have the bits of eager code."""
     raise UserError("torch.export with strict=True does not follow norms that duotone.fuse fused: leave strict out")
+
+
+def _attributes_within(children: Mapping[str, nn.Module], both_modes: bool = False) -> dict[str, Attributes]:
+    """What the forwards of children, and of modules in them, read, by the paths of these. Dropout is asked otherwise.
+
+    `both_modes` of the children, but not of the modules in them, were compared.
+    """
+    attributes: dict[str, Attributes] = {}
+    for name, child in children.items():
+        for path, module in child.named_modules(prefix=name):
+            if path != name or not isinstance(module, nn.Dropout):
+                attributes[path] = Attributes(module, type(module), both_modes and path == name)
+    return {path: each for path, each in attributes.items() if each.values}
+
+
+def _changed(owner: nn.Module, attributes: Mapping[str, Attributes]) -> str:
+    """The path of an attribute that has another value now, or ""."""
+    for path, each in attributes.items():
+        if name := each.changed(value_of(owner, path) if path else owner):  # type: ignore[arg-type]
+            return f"{path}.{name}" if path else name
+    return ""
 
 
 def refusal_of(owner: nn.Module, names: Sequence[str]) -> str:

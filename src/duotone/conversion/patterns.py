@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone import ops
-from duotone.conversion.effects import effect_of
+from duotone.conversion.effects import effect_of, effects_of_children
 from duotone.conversion.transposed import is_transposed
 from duotone.dispatch.activations import ACTIVATIONS
 from duotone.dispatch.norms import NORMS
@@ -88,6 +88,8 @@ def norm_of(module: nn.Module, plain: type[nn.Module]) -> Norm | None:
             stage = NormStage(NORMS[kind], eps, zero_centered, False)
             compute = functools.partial(_norm_value, stage, vectors)
             if _all_same(result, _results(compute, [x.clone().requires_grad_()])):
+                if effect := effect_of(module, plain, no_autocast=True):
+                    raise NoMatch(effect)
                 return Norm(kind, eps, zero_centered)
     raise NoMatch("its values, or its gradients, are those of no norm of duotone.ops")
 
@@ -106,8 +108,9 @@ def mlp_of(
     """
     children = children_of(module)
     linears = {name: child for name, child in children.items() if is_linear(child)}
-    others = [child for name, child in children.items() if name not in linears]
-    if len(linears) not in (2, 3) or _holds_tensors(module, recurse=False) or any(map(_holds_tensors, others)):
+    others = [name for name in children if name not in linears]
+    has_tensors = _holds_tensors(module, recurse=False) or any(_holds_tensors(children[name]) for name in others)
+    if len(linears) not in (2, 3) or has_tensors:
         return None
     candidates = [one for one in _candidates(linears) if first is None or set(one.first) == set(first)]
     if not candidates:
@@ -125,7 +128,7 @@ def mlp_of(
         matching = _Trial(module, plain, sample.detach().double(), twins).matching(matching)
     if not matching:
         raise NoMatch(OTHER_VALUES)
-    if effect := effect_of(module, plain):
+    if effect := effect_of(module, plain) or effects_of_children(module, others):
         raise NoMatch(effect)
     return matching[0]
 
@@ -193,7 +196,7 @@ def chain_of(module: nn.Module, plain: type[nn.Module]) -> Chain | None:
 
 def activation_of(module: nn.Module) -> str | None:
     """The name in `ACTIVATIONS` of the function that a module without tensors computes. None for another function."""
-    if _holds_tensors(module):
+    if _holds_tensors(module) or effect_of(module, type(module)):
         return None
     x = torch.linspace(-8, 8, 128, dtype=torch.float64, device="cpu").view(2, 64)
     x = torch.cat([x, 1e5 * x])

@@ -3,7 +3,9 @@
 import inspect
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from duotone.errors import UserError
 from duotone.pipeline.autograd import Outputs
@@ -158,7 +160,9 @@ def is_plain(*modules: object) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a module has hooks that need its calls. Hooks with `watches` do not."""
+    """Whether a module has hooks that need its calls. Hooks with `watches` do not. Global hooks are on all modules."""
+    if not torch.compiler.is_dynamo_compiling() and _has_any_global_hook():
+        return True
     if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
         return False
     every = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks

@@ -91,8 +91,11 @@ class DeferredOutput(Tensor):
 
     @property
     def is_watched(self) -> bool:
-        """Whether a gradient has to stop at this tensor, or to pass through it."""
-        if torch.is_grad_enabled() and not self.tracks:
+        """Whether a gradient has to stop at this tensor, or to pass through it.
+
+        A reentrant checkpoint reads without gradients what is tracked, and gives its recompute a plain tensor.
+        """
+        if torch.is_grad_enabled() != self.tracks:
             return True
         return bool(self._backward_hooks) or (self.requires_grad and (self.is_leaf or self.retains_grad))
 
