@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 42529
+LIBRARY_LINES = 42526
 TOOL_LINES = 8188
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -30,7 +30,7 @@ BUDGETS = {
     "cli": (1647, 2, 0),
     "comm": (258, 3, 1),
     "compat": (3195, 11, 0),
-    "conversion": (3112, 7, 0),
+    "conversion": (3108, 7, 0),
     "dispatch": (3655, 1, 0),
     "distributed": (509, 4, 0),
     "formats": (1538, 0, 0),
@@ -47,7 +47,7 @@ BUDGETS = {
     "planned": (3794, 17, 1),
     "recipes": (2028, 6, 0),
     "report": (1745, 0, 0),
-    "serving": (1719, 0, 0),
+    "serving": (1720, 0, 0),
     "state": (2037, 11, 0),
     "tensor": (3050, 17, 0),
 }

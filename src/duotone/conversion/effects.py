@@ -146,11 +146,9 @@ def _methods(module: nn.Module, plain: type[nn.Module]) -> dict[str, ast.Functio
 
 def _paths(code: ast.FunctionDef) -> Iterator[tuple[ast.Attribute, str]]:
     """The longest chains of attributes of self in a function."""
-    return (
-        (node, ".".join(path))
-        for node, root, path in _chains(code)
-        if root == "self" and isinstance(node, ast.Attribute)
-    )
+    for node, root, path in _chains(code):
+        if root == "self" and isinstance(node, ast.Attribute):
+            yield node, ".".join(path)
 
 
 def _chains(code: ast.FunctionDef) -> Iterator[tuple[ast.Attribute | ast.Name, str, tuple[str, ...]]]:

@@ -51,10 +51,8 @@ class MLPPipeline:
         self.owner, self.pattern = owner, pattern
         self.packed = PackedLinear(owner, pattern.first)
         self.others = {name: child for name, child in children_of(owner).items() if name not in self.linears}
-        self.attributes = {
-            "": Attributes(owner, plain_class(owner), both_modes=True),
-            **_attributes_within(self.others, True),
-        }
+        self.attributes = _attributes_within(self.others, both_modes=True)
+        self.attributes[""] = Attributes(owner, plain_class(owner), both_modes=True)
         self.activation = ActivationOp(pattern.activation)
 
     @property

@@ -93,6 +93,7 @@ class ExportedExperts:
 
     @property
     def scheme(self) -> Scheme:
+        """The scheme in which the linears are stored."""
         return self.like.scheme
 
     @property
