@@ -14,6 +14,7 @@ from duotone.planned.traced_stages import PLANS
 SEED = torch.tensor([5])
 PARTS = [*duotone.formats.get("nvfp4").encode(torch.randn(40, 64)).values()]
 PLAIN: dict[str, tuple[Any, ...]] = {
+    "draw_seed": (SEED.clone(), 2),
     "take_seed": (SEED.clone(), 2),
     "take_seed_once": (SEED.clone(), 2),
     "crop": (torch.randn(40, 48), 33, 40),

@@ -36,7 +36,9 @@ def take(buffer: Tensor, count: int) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         return torch.ops.duotone.take_seed_once(buffer, count)
     key = ("seed", id(buffer))
-    seed = _again(key) if in_backward() else _draw_seed(buffer, count)
+    # As one op, since a recompute draws nothing: a selective checkpoint counts the ops of both, each by its name.
+    draw = torch.ops.duotone.draw_seed if torch._C._len_torch_dispatch_stack() else _draw_seed
+    seed = _again(key) if in_backward() else draw(buffer, count)
     frames.remember(key, seed)
     return seed
 
@@ -76,6 +78,7 @@ def _empty_seed(buffer: Tensor, count: int) -> Tensor:
     return torch.empty_like(buffer)
 
 
+define_op("draw_seed(Tensor(a!) buffer, int count) -> Tensor", _draw_seed, _empty_seed)
 define_op("take_seed(Tensor(a!) buffer, int count) -> Tensor", _take_seed, _empty_seed)
 define_op("take_seed_once(Tensor(a!) buffer, int count) -> Tensor", once(torch.ops.duotone.take_seed))
 
