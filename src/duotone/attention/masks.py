@@ -50,9 +50,8 @@ def window_of(kind: MaskType, size: Window | None) -> Window:
     """The number of keys that a query sees before and after its position; -1 is all. Causality allows none after it."""
     size = UNBOUNDED if size is None else size
     is_pair = isinstance(size, tuple | list) and len(size) == 2 and all(type(side) is int for side in size)
-    if not is_pair or min(size) < -1 or (kind.causal and size[1] > 0):
-        allowed = "(left, 0)" if kind.causal else "(left, right)"
-        raise UserError(f"window_size is {size}; give {allowed} with numbers from -1 on, -1 for no bound")
+    if not is_pair or min(size) < -1:
+        raise UserError(f"window_size is {size}; give (left, right) with numbers from -1 on, -1 for no bound")
     return size[0], 0 if kind.causal else size[1]
 
 
