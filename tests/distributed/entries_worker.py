@@ -3,8 +3,10 @@
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import checks
 import torch
@@ -184,6 +186,94 @@ def fabric_trains_over_ranks_under_ddp_and_model_parallelism(folder: Path) -> No
             model = fabric.setup(model)
             optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
         assert_trains([step(model, optimizer, batch_of_rank(at), fabric.backward) for at in range(3)], "mxfp8")
+
+
+def large(at: int) -> Tensor:
+    """A batch whose values are 100 times larger on the second rank, so that its delayed scales are others."""
+    return batch_of_rank(at) * (1, 100)[dist.get_rank()]
+
+
+def assert_resumes(build: Callable[[], tuple[nn.Module, Callable[[int], float], Callable, Callable]]) -> None:
+    """`build` gives a model, its step, and what saves and loads a run. A new run continues with the same losses."""
+    model, train, save, _ = build()
+    for at in range(2):
+        train(at)
+    save()
+    dist.barrier()
+    states = duotone.recipe_state(model)
+    scales = torch.cat([state for name, state in states.items() if name.endswith("forward.scale")])
+    others = [torch.empty_like(scales) for _ in range(2)]
+    dist.all_gather(others, scales)
+    assert not torch.equal(*others)
+    losses = [train(at) for at in range(2, 4)]
+    again, train, _, load = build()
+    load()
+    assert all(torch.equal(state, duotone.recipe_state(again)[name]) for name, state in states.items())
+    assert [train(at) for at in range(2, 4)] == losses
+
+
+@check
+def accelerate_resumes_with_the_scales_of_each_rank(folder: Path) -> None:
+    as_under_torchrun()
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from duotone.integrations.accelerate import prepare
+
+    def build():
+        AcceleratorState._reset_state()
+        accelerator, raw = Accelerator(cpu=True), layers()
+        model, optimizer = prepare(accelerator, raw, torch.optim.AdamW(raw.parameters(), lr=1e-2), recipe="fp8-delayed")
+        train = lambda at: step(model, optimizer, large(at), accelerator.backward)  # noqa: E731
+        where = str(folder / "accelerate")
+        return raw, train, lambda: accelerator.save_state(where), lambda: accelerator.load_state(where)
+
+    assert_resumes(build)
+    (folder / "accelerate" / f"duotone_0_{dist.get_rank()}.txt").unlink()
+    *_, load = build()
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always")
+        load()
+    assert any("scales are those of another rank" in str(note.message) for note in notes)
+
+
+@check
+def fabric_resumes_with_the_scales_of_each_rank(folder: Path) -> None:
+    as_under_torchrun()
+    from lightning.fabric import Fabric
+
+    from duotone.integrations.lightning import FabricDuotonePrecision
+
+    def build():
+        plugin, raw = FabricDuotonePrecision("fp8-delayed"), layers()
+        fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=plugin)
+        fabric.launch()
+        model, optimizer = fabric.setup(raw, torch.optim.AdamW(raw.parameters(), lr=1e-2))
+        state = {"model": model, "optimizer": optimizer, "precision": plugin}
+        train = lambda at: step(model, optimizer, large(at), fabric.backward)  # noqa: E731
+        where = folder / "fabric.ckpt"
+        return raw, train, lambda: fabric.save(where, state), lambda: fabric.load(where, state)
+
+    assert_resumes(build)
+
+
+@check
+def the_state_of_all_ranks_gives_each_its_own(folder: Path) -> None:
+    """For Trainer and torchtitan, which keep it as a text. Another number of ranks gets what clips no value."""
+    from duotone.integrations.run_state import load_packed_state, packed_state
+
+    model = duotone.convert(layers(), "fp8-delayed")
+    model(large(0)).sum().backward()
+    own, text = duotone.recipe_state(model), packed_state(model, of_all_ranks=True)
+    again = duotone.convert(layers(), "fp8-delayed")
+    load_packed_state(again, text)
+    assert all(torch.equal(state, duotone.recipe_state(again)[name]) for name, state in own.items())
+    with mock.patch.object(dist, "get_world_size", return_value=3):
+        load_packed_state(again, text)
+    for name, state in own.items():
+        extreme = state.clone()
+        dist.all_reduce(extreme, dist.ReduceOp.MIN if name.endswith(".scale") else dist.ReduceOp.MAX)
+        assert torch.equal(duotone.recipe_state(again)[name], extreme), name
 
 
 if __name__ == "__main__":

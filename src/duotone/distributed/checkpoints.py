@@ -32,7 +32,7 @@ from duotone.distributed.entries import (
     optimizer_entries,
 )
 from duotone.errors import UserError
-from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state
+from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state, widest
 from duotone.planned.planned import Planned
 from duotone.state.seeds import load_rng_state, rng_state
 
@@ -269,11 +269,9 @@ def _delayed(tensors: Mapping[str, Tensor], prefix: str, *, together: bool) -> d
     states = _below(tensors, f"{prefix}delayed.")
     if not together:
         return states
-    for key in states:
-        names = [name for name in tensors if name.split(".", 2)[2:] == [f"delayed.{key}"]]
-        all_ranks = torch.stack([tensors[name] for name in names])
-        states[key] = all_ranks.amin(0) if key.endswith(".scale") else all_ranks.amax(0)
-    return states
+    ranks = {".".join(name.split(".", 2)[:2]) for name in tensors}
+    others = widest([_below(tensors, f"{rank}.delayed.") for rank in sorted(ranks)])
+    return {key: others[key] for key in states}
 
 
 def _empty_optimizer(model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Stored]) -> dict[str, Tensor]:

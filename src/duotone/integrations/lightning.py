@@ -39,7 +39,7 @@ class FabricDuotonePrecision(FabricPrecision):
         if all(state.model is not module for state in self.states):
             convert(module, self.recipe, self.rules)
             hide_states(module)
-            self.states.append(RunState(module))
+            self.states.append(RunState(module, of_all_ranks=True))
         return module
 
     def state_dict(self) -> dict[str, dict[str, object]]:
@@ -62,6 +62,11 @@ class DuotonePrecision(TrainerPrecision, FabricDuotonePrecision):
       went on.
     - The weights in a checkpoint are those of a plain model, so `load_from_checkpoint` works as before.
     """
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert the model that a Trainer sets up. It takes the place of the model before."""
+        self.states = [state for state in self.states if state.model is module]
+        return super().convert_module(module)
 
     def on_load_checkpoint(self, checkpoint: dict[str, object]) -> None:
         """UserError if the checkpoint was saved without this plugin."""

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.planned import delayed_states
-from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state, state_names
+from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state, state_names, widest
 from duotone.planned.parametrizations import weights_of
 from duotone.planned.planned import Planned
 from duotone.state.seeds import load_rng_state, rng_state
@@ -23,11 +24,29 @@ KEY = "duotone"
 """The key of the text in files of other libraries."""
 
 
-def packed_state(model: nn.Module) -> str:
-    """`rng_state` and `recipe_state` of a model, and the names of its recipes."""
+def packed_state(model: nn.Module, of_all_ranks: bool = False) -> str:
+    """`rng_state` and `recipe_state` of a model, and the names of its recipes.
+
+    With `of_all_ranks` every rank has to call it: each gets the states of all, which differ under delayed scaling.
+    """
+    own = {"rng": rng_state(model), "recipe": recipe_state(model)}
+    states: list[Any] = [own] * (dist.get_world_size() if of_all_ranks and dist.is_initialized() else 1)
+    if len(states) > 1:
+        dist.all_gather_object(states, own)
+    content = {**states[0], "names": recipe_names(model)}
+    if any(not _same(state, states[0]) for state in states):
+        content["ranks"] = states
     buffer = io.BytesIO()
-    torch.save({"rng": rng_state(model), "recipe": recipe_state(model), "names": recipe_names(model)}, buffer)
+    torch.save(content, buffer)
     return base64.b64encode(zlib.compress(buffer.getvalue())).decode("ascii")
+
+
+def _same(state: Mapping[str, dict[str, Tensor]], other: Mapping[str, dict[str, Tensor]]) -> bool:
+    return all(
+        state[kind].keys() == other[kind].keys()
+        and all(torch.equal(tensor, other[kind][name]) for name, tensor in state[kind].items())
+        for kind in ("rng", "recipe")
+    )
 
 
 def recipe_names(model: nn.Module) -> str:
@@ -65,9 +84,16 @@ def load_common_state(model: nn.Module, text: str, prefix: str = "") -> None:
 
 
 def _unpacked(text: str) -> tuple[dict[str, Tensor], dict[str, Tensor], str | None]:
-    """Seeds, delayed states, and the names of recipes."""
+    """Seeds, delayed states, and the names of recipes: those of this rank, if as many ranks saved them."""
     try:
         states: dict[str, Any] = torch.load(io.BytesIO(zlib.decompress(base64.b64decode(text))))
+        ranks = states.get("ranks", [])
+        if not ranks:
+            return states["rng"], states["recipe"], states.get("names")
+        if dist.is_initialized() and len(ranks) == dist.get_world_size():
+            states = {**states, **ranks[dist.get_rank()]}
+        else:
+            states["recipe"] = widest([state["recipe"] for state in ranks])
         return states["rng"], states["recipe"], states.get("names")
     except (ValueError, KeyError, TypeError, EOFError, RuntimeError, zlib.error) as error:
         raise UserError(f"the seeds and scales of a checkpoint cannot be read ({error!r}); save it again") from None
@@ -89,20 +115,25 @@ def renew_outgrown_scales(model: nn.Module) -> None:
 
 
 class RunState:
-    """`packed_state` and the planes of quantized parameters, for trainers that save what has a `state_dict`."""
+    """`packed_state` and the planes of quantized parameters, for trainers that save what has a `state_dict`.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    With `of_all_ranks` every rank has to call `state_dict`.
+    """
+
+    def __init__(self, model: nn.Module, of_all_ranks: bool = False) -> None:
+        self.model, self.of_all_ranks = model, of_all_ranks
+        self.own: str | None = None
+        """The state of this rank, if it comes from a file of its own."""
 
     def state_dict(self) -> dict[str, object]:
         """Seeds and scales as bytes, and the planes of quantized parameters."""
-        return {KEY: packed_state(self.model), "planes": quantized_parameters(self.model)}
+        return {KEY: packed_state(self.model, self.of_all_ranks), "planes": quantized_parameters(self.model)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """UserError if the state belongs to another model, recipe or format."""
         if KEY not in state:
             raise UserError("the checkpoint has no seeds and scales of Duotone; start from its weights")
-        load_packed_state(self.model, state[KEY])
+        load_packed_state(self.model, self.own or state[KEY])
         if not write_planes(self.model, state["planes"]):
             raise UserError("the checkpoint has planes of other parameters or formats; convert them as they were saved")
 

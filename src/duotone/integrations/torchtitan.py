@@ -59,7 +59,7 @@ class DuotoneTrainer(Trainer):
 
     def state_dict(self) -> dict[str, object]:
         """torchtitan's state, and the seeds and scales of each part of the model."""
-        return {**super().state_dict(), KEY: [packed_state(part) for part in self.model_parts]}
+        return {**super().state_dict(), KEY: [packed_state(part, of_all_ranks=True) for part in self.model_parts]}
 
     def load_state_dict(self, state_dict: dict[str, list[str]]) -> None:
         """UserError if the seeds and scales are of another model or recipe."""

@@ -237,7 +237,7 @@ class DuotoneCallback(TrainerCallback):
     def on_step_end(self, args: object, state: Any, control: TrainerControl, model: nn.Module, **_: object) -> None:
         """Put seeds and scales into the trainer's state before a checkpoint."""
         if control.should_save:
-            state.stateful_callbacks[KEY] = packed_state(model)
+            state.stateful_callbacks[KEY] = packed_state(model, of_all_ranks=True)
 
     on_epoch_end = on_step_end
 
@@ -248,7 +248,7 @@ class DuotoneCallback(TrainerCallback):
         """
         saved = state.stateful_callbacks.pop(KEY, None)
         file, is_known = _files(args, state)[0], saved is not None
-        saved = saved if is_known else packed_state(model)
+        saved = saved if is_known else packed_state(model, of_all_ranks=True)
         if not args.should_save:
             return
         if not file.parent.is_dir():  # that of a trial in a search of hyperparameters

@@ -1,5 +1,6 @@
 """recipe_state and load_recipe_state: the scales and histories of delayed scaling of a whole model."""
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,6 +56,13 @@ def load_recipe_state(model: nn.Module, state: dict[str, Tensor]) -> None:
             place.state.load_state_dict(tensors)
         else:
             place.saved[place.name] = {part: tensor.detach().clone() for part, tensor in tensors.items()}
+
+
+def widest(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """States of `recipe_state` that clip the values of no rank: the largest amaxes, and the smallest scales."""
+    names = {name for state in states for name in state}
+    tensors = {name: torch.stack([state[name] for state in states if name in state]) for name in sorted(names)}
+    return {name: t.amin(0) if name.endswith(".scale") else t.amax(0) for name, t in tensors.items()}
 
 
 PARTS = {"scale": 1, "amax_history": 2}
