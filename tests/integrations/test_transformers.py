@@ -278,6 +278,41 @@ def test_the_best_model_of_an_earlier_phase_follows_its_recipe(recipes, quantize
     assert run.model.model.layers[0].mlp.up_proj.recipe.name == recipes[0]
 
 
+class Stops(transformers.Trainer):
+    """Ends with an exception, or finds that a batch is too large, in its second step."""
+
+    def training_step(self, *arguments, **options):
+        if self.state.global_step == 1 and self._train_batch_size > 1:
+            raise self.error
+        return super().training_step(*arguments, **options)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("CUDA out of memory.")], ids=["stop", "retry"])
+def test_a_schedule_leaves_nothing_in_a_model_whose_training_ended_early(error, tmp_path) -> None:
+    """A retry with a smaller batch has more steps, so a schedule over fractions has to be timed again."""
+    callback = DuotoneCallback(schedule=Schedule(phases=(Phase("mxfp8", 0), Phase("fp8-current", 0.5))))
+    run = trainer(tmp_path, callback, -1, num_train_epochs=1, auto_find_batch_size=True, save_strategy="no")
+    run.__class__, run.error = Stops, error
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            run.train()
+    else:
+        run.train()
+        assert run.state.global_step == 8 and not run.model._forward_hooks
+    model = run.model.cpu().eval()
+    tokens = batch(0)
+    plain = llama().eval()
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        with duotone.autocast(enabled=False):
+            assert torch.equal(model(tokens).logits, plain(tokens).logits)
+        duotone.convert(model, "bf16")
+        assert torch.equal(model(tokens).logits, duotone.convert(plain, "bf16")(tokens).logits)
+    again = trainer(tmp_path, DuotoneCallback("nvfp4"), 1, model, save_strategy="no")
+    again.train()
+    assert not again.model._forward_hooks
+
+
 def test_a_report_tells_what_ran(tmp_path) -> None:
     trainer(tmp_path, DuotoneCallback("mxfp8", report=tmp_path / "report.txt"), 2).train()
     head, _, *rows = (tmp_path / "report.txt").read_text().splitlines()

@@ -2,10 +2,11 @@
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -38,6 +39,7 @@ from duotone.serving.importing import load_into
 from duotone.serving.selection import unwrapped
 from duotone.serving.stored_tensors import StoredNames, stored_tensors
 from duotone.state.autocast_context import autocast
+from duotone.state.region import STACK
 from duotone.tensor import QuantizedTensor
 
 require("transformers", "5")
@@ -183,8 +185,9 @@ class DuotoneCallback(TrainerCallback):
         self.rules, self.schedule = tuple(rules), schedule
         self.step = 0
         self.phase: Phase | None = None
-        self.regions: list[autocast] = []
-        self.hooks: list[RemovableHandle] = []
+        self.timed = schedule
+        """The schedule over the steps of the present training."""
+        self.regions: list[autocast | None] = []
 
     def __repr__(self) -> str:
         return f"DuotoneCallback({getattr(self.schedule or self.recipe, 'name', None)})"
@@ -209,11 +212,14 @@ class DuotoneCallback(TrainerCallback):
         hide_states(model)  # they are in trainer_state.json, and a plain model would not expect them
         self.step = max(0, state.global_step - 1)  # what was saved is of the step before
         self.phase = None
+        for hook in HOOKS.pop(model, ()):  # of a training that ended in an exception
+            hook.remove()
+        self.regions.clear()
         if self.schedule is not None:
-            self.schedule = self.schedule.over(state.max_steps)
-            _follow_alone(model, self.schedule.phases[0].recipe)
+            self.timed = self.schedule.over(state.max_steps)
+            _follow_alone(model, self.timed.phases[0].recipe)
             self._follow(model)
-            self.hooks = [
+            HOOKS[model] = [
                 model.register_forward_pre_hook(self._enter),
                 model.register_forward_hook(self._leave, always_call=True),
             ]
@@ -263,7 +269,7 @@ class DuotoneCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: TrainerState, control: object, model: nn.Module, **_: object) -> None:
         """Leave the model under its last recipe, and write the report. The best model gets its seeds and scales."""
-        for hook in self.hooks:
+        for hook in HOOKS.pop(model, ()):
             hook.remove()
         best = Path(state.best_model_checkpoint or "")
         if args.load_best_model_at_end and (best / TRAINER_STATE).is_file():
@@ -276,30 +282,42 @@ class DuotoneCallback(TrainerCallback):
                 self._follow(model)
                 load_common_state(model, saved)
                 load_planes(model, [best / PLANES], saved)
-        if self.schedule is not None:
-            _follow_alone(model, self.schedule.phase(self.step).recipe)
+        if self.timed is not None:
+            _follow_alone(model, self.timed.phase(self.step).recipe)
         if self.report is not None and state.is_world_process_zero:
             head = f"{state.global_step} steps, at the end under {recipe_names(model)}"
             Path(self.report).write_text(f"{head}\n{plan(model)}\n")
 
     def _follow(self, model: nn.Module) -> None:
         """Convert quantized parameters if another phase than before was the last one that asked for it."""
-        if self.schedule is None:
+        if self.timed is None:
             return
-        asking = [each for each in self.schedule.phases if each.convert_parameters and each.start <= self.step]
+        asking = [each for each in self.timed.phases if each.convert_parameters and each.start <= self.step]
         phase = asking[-1] if asking else None
         if phase != self.phase and quantized_parameters(model):
-            convert_parameters(model, (phase or self.schedule.phases[0]).recipe)
+            convert_parameters(model, (phase or self.timed.phases[0]).recipe)
         self.phase = phase
 
     def _enter(self, module: nn.Module, inputs: object) -> None:
-        assert self.schedule is not None
-        self.regions.append(autocast(recipe=self.schedule.at(self.step)))
-        self.regions[-1].__enter__()
+        """Open the region of this step, unless a region of the script is open, or the model follows another recipe.
+
+        So nothing of a schedule is left in a model whose training ended in an exception.
+        """
+        assert self.timed is not None
+        first = next(each for each in module.modules() if isinstance(each, Planned))
+        follows = not STACK.regions and first.recipe is self.timed.phases[0].recipe
+        self.regions.append(autocast(recipe=self.timed.at(self.step)) if follows else None)
+        if (region := self.regions[-1]) is not None:
+            region.__enter__()
 
     def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
-        if self.regions:
-            self.regions.pop().__exit__(*sys.exc_info())
+        region = self.regions.pop() if self.regions else None
+        if region is not None:
+            region.__exit__(*sys.exc_info())
+
+
+HOOKS: MutableMapping[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+"""The hooks of a schedule on a model."""
 
 
 def _add_to_state(file: Path, saved: str) -> None:
