@@ -145,6 +145,74 @@ class WithChildren(MLP):
         self.act = nn.Sequential(nn.SiLU(), nn.Dropout(0.0))
 
 
+class ByShape(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.act(self.gate(x)) * self.up(x))
+        return 3 * y if x.shape[0] == 5 else y
+
+
+class ByMode(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.act(self.gate(x)) * self.up(x))
+        if torch.is_grad_enabled():
+            return y
+        return 3 * y
+
+
+class BySize(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.act(self.gate(x)) * self.up(x))
+        return 3 * y if self.up.out_features == 64 else y
+
+
+def helper(x: Tensor) -> Tensor:
+    return FACTOR * x
+
+
+class WithHelper(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(self.down(self.act(self.gate(x)) * self.up(x)))
+
+
+class WithGlobals(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return globals()["FACTOR"] * self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class CalledSiLU(nn.Module):
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(x)
+
+
+class WithCall(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = CalledSiLU()
+
+
+class WithMethod(MLP):
+    """Its activation is a method."""
+
+    def activate(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activate(self.gate(x)) * self.up(x))
+
+
+class Casts(MLP):
+    """As T5 does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.gate(x)) * self.up(x)
+        if isinstance(self.down.weight, Tensor) and hidden.dtype != self.down.weight.dtype:
+            hidden = hidden.to(self.down.weight.dtype)
+        return self.down(hidden)
+
+
 def compare(plain: nn.Module, fused: nn.Module, x: Tensor) -> None:
     """The same bits of the output and of all gradients, and the same gradients that are None."""
     results = []
@@ -175,6 +243,12 @@ EFFECTS = {
     OfGlobal: "its forward reads FACTOR from outside",
     WithCount: "act: its forward has `self.calls`",
     WithChildren: "act: its forward uses self as a whole",
+    ByShape: "its forward decides by x.shape in `x.shape[0] == 5`",
+    ByMode: "its forward decides by torch.is_grad_enabled in `torch.is_grad_enabled()`",
+    BySize: "its forward decides by self.up.out_features in `self.up.out_features == 64`",
+    WithHelper: "its forward reads helper from outside",
+    WithGlobals: "its forward reads globals from outside",
+    WithCall: "act: it has a __call__ of its own",
 }
 
 
@@ -288,6 +362,8 @@ CHANGES = {
     "scale": (Scaled, lambda m: setattr(m, "scale", 0.5), "scale has changed since it was fused"),
     "rate": (Dropped, lambda m: setattr(m, "rate", 0.5), "rate has changed since it was fused"),
     "flag": (Flagged, lambda m: setattr(m, "doubles", True), "doubles has changed since it was fused"),
+    "method": (WithMethod, lambda m: setattr(m, "activate", torch.relu), "activate has changed since it was fused"),
+    "forward": (MLP, lambda m: setattr(m.act, "forward", torch.relu), "act.forward has changed since it was fused"),
     "attribute of an activation": (WithSwish, lambda m: setattr(m.act, "beta", 3.0), "act.beta has changed since"),
     "partial": (WithPartial, exact_gelu, "act.act has changed since it was fused"),
     "attribute of a norm": (
@@ -329,7 +405,7 @@ def test_activations_in_a_chain_that_do_more_run_by_themselves() -> None:
 
 def test_a_fused_copy_stays_fused() -> None:
     """`functools.partial` has no equality, and a copy has another object."""
-    for kind in (WithPartial, WithSwish, WithGain):
+    for kind in (WithPartial, WithSwish, WithGain, WithMethod, Casts):
         m = copy.deepcopy(duotone.fuse(duotone.convert(kind(), "mxfp8")))
         assert any(row.reason.startswith("fused") for row in duotone.plan(m))
 

@@ -97,6 +97,12 @@ def test_experts_follow_the_recipe_and_what_chooses_them_does_not() -> None:
     assert formats["layers.1.moe.router.gate"] == formats["lm_head"] == "identity"
 
 
+def test_a_second_converter_is_one_line() -> None:
+    converters = [DuotoneConverter.Config(recipe=name) for name in ("mxfp8", "nvfp4")]
+    with pytest.raises(duotone.UserError, match=r"^the model has a DuotoneConverter already; [^\n]*$"):
+        llama3.model_registry("debugmodel", converters=converters)
+
+
 def test_revert_gives_the_experts_of_torchtitan_back() -> None:
     model, plain = build(deepseek_v3, "mxfp8"), build(deepseek_v3)
     duotone.revert(model)

@@ -20,6 +20,9 @@ from duotone.pipeline.op import Op
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
 CODE = (FunctionType, BuiltinFunctionType, type, ModuleType)
+TRUSTED = ("builtins", "collections", "duotone", "math", "torch", "transformers", "typing")
+"""Packages whose functions and classes are taken to compute and do nothing else."""
+NAMESPACES = {"globals", "locals", "vars", "eval", "exec"}
 OTHER_SYNTAX = (ast.With, ast.AsyncWith, ast.Global, ast.Nonlocal, ast.Import, ast.ImportFrom, ast.Yield, ast.Await)
 FORWARD = "forward"
 
@@ -40,11 +43,12 @@ class Attributes:
         paths = {path for code in methods.values() if code for _, path in _paths(code)}
         paths -= {"training"} if both_modes else set()
         values = {path: value_of(module, path) for path in sorted(paths) if not _is_tensor_or_child(module, path)}
-        self.values = {path: value for path, value in values.items() if not isinstance(value, MethodType)}
+        self.values = {path: _function(value) for path, value in values.items()}
 
     def changed(self, module: nn.Module) -> str:
         """The path of one that has another value now, or ""."""
-        return next((path for path, value in self.values.items() if not _same(value_of(module, path), value)), "")
+        now = ((path, _function(value_of(module, path)), value) for path, value in self.values.items())
+        return next((path for path, value, before in now if not _same(value, before)), "")
 
 
 def effect_of(module: nn.Module, plain: type[nn.Module], no_autocast: bool = False) -> str:
@@ -52,6 +56,8 @@ def effect_of(module: nn.Module, plain: type[nn.Module], no_autocast: bool = Fal
 
     With `no_autocast` the pipeline runs only where torch.autocast is off, so the forward may turn it off.
     """
+    if plain.__call__ is not nn.Module.__call__:
+        return "it has a __call__ of its own"
     for name, code in _methods(module, plain).items():
         whose = "its forward" if name == FORWARD else f"its {name}"
         method = getattr(plain, name)
@@ -96,6 +102,8 @@ def _effect_in(code: ast.FunctionDef, module: nn.Module, no_autocast: bool) -> s
             return f"has `{ast.unparse(node).splitlines()[0]}`"
         if isinstance(node, ast.Name) and node.id in ("self", "super") and id(node) not in owners:
             return f"uses {node.id} as a whole"
+        if condition := _decides_by(node, module):
+            return condition
     for node, path in _paths(code):
         value = value_of(module, path)
         if isinstance(value, MethodType) and value.__self__ is module:
@@ -104,6 +112,24 @@ def _effect_in(code: ast.FunctionDef, module: nn.Module, no_autocast: bool) -> s
         elif not (_is_tensor_or_child(module, path) or _is_fixed(value)):
             return f"reads self.{path}, which can change in place"
     return ""
+
+
+def _decides_by(node: ast.AST, module: nn.Module) -> str:
+    """A condition on more than attributes of the module: it may hold for other inputs than those that are compared."""
+    if not isinstance(node, ast.If | ast.IfExp | ast.While | ast.Match) or _is_only_a_cast(node):
+        return ""
+    test = node.subject if isinstance(node, ast.Match) else node.test
+    chains = [(root, *path) for _, root, path in _chains(test)]
+    others = [".".join(each) for each in chains if each[0] != "self" or each[1] in module._modules]
+    return f"decides by {others[0]} in `{ast.unparse(test)}`" if others else ""
+
+
+def _is_only_a_cast(node: ast.stmt | ast.expr) -> bool:
+    """Whether a condition is around `x = x.to(...)` alone."""
+    body = node.body if isinstance(node, ast.If) and not node.orelse else []
+    casts = [each.value for each in body if isinstance(each, ast.Assign) and isinstance(each.value, ast.Call)]
+    names = [ast.unparse(each.func) for each in casts]
+    return len(body) == len(names) == 1 and names[0] == f"{ast.unparse(body[0].targets[0])}.to"  # type: ignore[attr-defined]
 
 
 def _turns_autocast_off(item: ast.withitem) -> bool:
@@ -115,17 +141,17 @@ def _turns_autocast_off(item: ast.withitem) -> bool:
 
 
 def _outside_of(code: ast.FunctionDef, method: Callable[..., object]) -> str:
-    """A variable outside of a method that it reads. Functions, classes and constants of torch are none."""
+    """A variable outside of a method that it reads, but nothing of the trusted packages."""
     variables = inspect.getclosurevars(method)
     values = {**vars(builtins), **variables.globals, **variables.nonlocals}
     for node, root, path in _chains(code):
         value: object = values.get(root, Absent)
         if value is Absent or isinstance(node.ctx, ast.Store):
             continue
-        is_of_library = isinstance(value, ModuleType) and value.__name__.partition(".")[0] in ("torch", "math")
+        is_of_library = root in vars(builtins) or (isinstance(value, ModuleType) and _is_trusted(value))
         for step in path:
             value = getattr(value, step, Absent)
-        if not is_of_library and not isinstance(value, CODE):
+        if root in NAMESPACES or not (is_of_library or _is_trusted(value)):
             return f"reads {'.'.join((root, *path))} from outside"
     return ""
 
@@ -151,8 +177,8 @@ def _paths(code: ast.FunctionDef) -> Iterator[tuple[ast.Attribute, str]]:
             yield node, ".".join(path)
 
 
-def _chains(code: ast.FunctionDef) -> Iterator[tuple[ast.Attribute | ast.Name, str, tuple[str, ...]]]:
-    """The longest chains of attributes in a function: the node, the name in front and the attributes behind it."""
+def _chains(code: ast.AST) -> Iterator[tuple[ast.Attribute | ast.Name, str, tuple[str, ...]]]:
+    """The longest chains of attributes in a syntax tree: the node, the name in front and the attributes behind it."""
     inner = {id(node.value) for node in ast.walk(code) if isinstance(node, ast.Attribute)}
     for node in ast.walk(code):
         if not isinstance(node, ast.Attribute | ast.Name) or id(node) in inner:
@@ -180,7 +206,18 @@ def _is_fixed(value: object) -> bool:
     if isinstance(value, functools.partial):
         return _is_fixed((value.func, *value.args, *value.keywords.values()))
     is_tuple = isinstance(value, tuple) and all(map(_is_fixed, value))
-    return is_tuple or value is Absent or isinstance(value, (*PLAIN, *CODE))
+    return is_tuple or value is Absent or isinstance(value, PLAIN) or _is_trusted(value)
+
+
+def _is_trusted(value: object) -> bool:
+    """Whether a value is a module, class or function of a trusted package. Functions in C may not name their own."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or "torch"
+    return isinstance(value, CODE) and name.partition(".")[0] in TRUSTED
+
+
+def _function(value: object) -> object:
+    """The function of a method, which is another object in each access; any other value itself."""
+    return value.__func__ if isinstance(value, MethodType) else value
 
 
 def _same(value: object, before: object) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from duotone.conversion.effects import Attributes, value_of
+from duotone.conversion.effects import FORWARD, Attributes, value_of
 from duotone.conversion.patterns import MLP, Chain, Norm, children_of, epsilon, is_linear
 from duotone.errors import UserError
 from duotone.numbered import constant_in_traces
@@ -304,6 +304,7 @@ def _attributes_within(children: Mapping[str, nn.Module], both_modes: bool = Fal
         for path, module in child.named_modules(prefix=name):
             if path != name or not isinstance(module, nn.Dropout):
                 attributes[path] = Attributes(module, type(module), both_modes and path == name)
+                attributes[path].values[FORWARD] = type(module).forward
     return {path: each for path, each in attributes.items() if each.values}
 
 

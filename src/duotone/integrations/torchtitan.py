@@ -1,11 +1,10 @@
 """torchtitan: a converter for the list `converters` of its model registries."""
 
-# pyright: reportMissingImports=false
-# torchtitan is in no extra that tests install.
-
 from dataclasses import dataclass, fields
+from typing import Any
 
 from duotone.conversion import convert
+from duotone.errors import UserError
 from duotone.integrations.requirement import require
 from duotone.integrations.run_state import KEY, hide_states, load_packed_state, packed_state
 from duotone.recipes.recipe import as_recipe
@@ -43,10 +42,13 @@ class DuotoneConverter(QuantizationConverter):
         self.config = config
 
     def convert(self, model_config: BaseModel.Config) -> BaseModel.Config:
-        """The config of a model whose class converts itself."""
+        """The config of a model whose class converts itself. UserError for a second converter."""
         values = {field.name: getattr(model_config, field.name) for field in fields(model_config)}
+        if "recipe" in values:
+            raise UserError("the model has a DuotoneConverter already; give one, whose rules name all formats")
         rules = (*self.config.rules, ROUTER) if any(model_config.traverse(Router.Config)) else self.config.rules
-        kind = _converted_class(type(model_config)._owner)
+        owner: Any = type(model_config)._owner
+        kind: Any = _converted_class(owner)
         return kind.Config(**values, recipe=self.config.recipe, rules=rules)
 
 
