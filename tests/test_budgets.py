@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 42526
-TOOL_LINES = 8188
+LIBRARY_LINES = 42572
+TOOL_LINES = 8271
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -26,15 +26,15 @@ TESTS = Path(__file__).parent
 BENCH = TESTS.parent / "bench"
 
 BUDGETS = {
-    "attention": (3031, 21, 0),
+    "attention": (3030, 21, 0),
     "cli": (1647, 2, 0),
     "comm": (258, 3, 1),
     "compat": (3195, 11, 0),
-    "conversion": (3108, 7, 0),
+    "conversion": (3146, 7, 0),
     "dispatch": (3655, 1, 0),
-    "distributed": (509, 4, 0),
+    "distributed": (507, 4, 0),
     "formats": (1538, 0, 0),
-    "integrations": (892, 14, 0),
+    "integrations": (975, 17, 3),
     "kernels": (5048, 0, 0),
     "lab": (3904, 14, 0),
     "linear": (1990, 5, 0),
@@ -44,11 +44,11 @@ BUDGETS = {
     "optim": (900, 3, 0),
     "package": (390, 1, 0),
     "pipeline": (1685, 15, 0),
-    "planned": (3794, 17, 1),
+    "planned": (3802, 17, 1),
     "recipes": (2028, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1720, 0, 0),
-    "state": (2037, 11, 0),
+    "state": (2040, 11, 0),
     "tensor": (3050, 17, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
