@@ -264,13 +264,13 @@ def the_state_of_all_ranks_gives_each_its_own(folder: Path) -> None:
 
     model = duotone.convert(layers(), "fp8-delayed")
     model(large(0)).sum().backward()
-    own, text = duotone.recipe_state(model), packed_state(model, of_all_ranks=True)
+    states, text = duotone.recipe_state(model), packed_state(model, of_all_ranks=True)
     again = duotone.convert(layers(), "fp8-delayed")
     load_packed_state(again, text)
-    assert all(torch.equal(state, duotone.recipe_state(again)[name]) for name, state in own.items())
+    assert all(torch.equal(state, duotone.recipe_state(again)[name]) for name, state in states.items())
     with mock.patch.object(dist, "get_world_size", return_value=3):
         load_packed_state(again, text)
-    for name, state in own.items():
+    for name, state in states.items():
         extreme = state.clone()
         dist.all_reduce(extreme, dist.ReduceOp.MIN if name.endswith(".scale") else dist.ReduceOp.MAX)
         assert torch.equal(duotone.recipe_state(again)[name], extreme), name
