@@ -308,6 +308,7 @@ def test_a_schedule_leaves_nothing_in_a_model_whose_training_ended_early(error, 
             assert torch.equal(model(tokens).logits, plain(tokens).logits)
         duotone.convert(model, "bf16")
         assert torch.equal(model(tokens).logits, duotone.convert(plain, "bf16")(tokens).logits)
+        assert torch.equal(duotone.revert(model)(tokens).logits, duotone.revert(plain)(tokens).logits)
     again = trainer(tmp_path, DuotoneCallback("nvfp4"), 1, model, save_strategy="no")
     again.train()
     assert not again.model._forward_hooks

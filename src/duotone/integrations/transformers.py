@@ -304,8 +304,8 @@ class DuotoneCallback(TrainerCallback):
         So nothing of a schedule is left in a model whose training ended in an exception.
         """
         assert self.timed is not None
-        first = next(each for each in module.modules() if isinstance(each, Planned))
-        follows = not STACK.regions and first.recipe is self.timed.phases[0].recipe
+        first = next((each for each in module.modules() if isinstance(each, Planned)), None)
+        follows = first is not None and not STACK.regions and first.recipe is self.timed.phases[0].recipe
         self.regions.append(autocast(recipe=self.timed.at(self.step)) if follows else None)
         if (region := self.regions[-1]) is not None:
             region.__enter__()
