@@ -4,7 +4,9 @@ A block has no names but those of its page's preamble here: what the page says i
 """
 
 import importlib
+import os
 import re
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -108,8 +110,12 @@ def test_a_block_runs_as_it_is_written(
     if (page, number) in NEEDS:
         package = NEEDS[page, number]
         pytest.importorskip(package, reason=f"pip install '.[{EXTRAS.get(package, package)}]'")
-        if package == "deepspeed":
-            monkeypatch.setenv("LOCAL_RANK", "0")  # as torchrun does
+        if package == "deepspeed":  # it keeps process groups, so another test of this process may have left some
+            (tmp_path / "script.py").write_text(code)
+            environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "script.py"]
+            subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=300)
+            return
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     for part in code.split("\n\n") if (page, number) in EACH_FOR_ITSELF else [code]:

@@ -61,6 +61,7 @@ ALLOWED = {
     "formats.registry._FORMATS": REGISTRY,
     "formats.scaled_format._tiled": PURE,
     "formats.registry._VARIANTS": REGISTRY,
+    "integrations.transformers.HOOKS": "the hooks of a schedule, for a training that follows one that raised",
     "linear.plane_source.STEPS": "marks optimizer steps for weight caches: fused optimizers leave no version",
     "ops.quantize_op.STAGES": GRAPHS,
     "ops.quantize_op._NUMBERS": "a name, and so a seed, for each op that nobody named",
