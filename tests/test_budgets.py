@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 42572
+LIBRARY_LINES = 42574
 TOOL_LINES = 8271
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -47,7 +47,7 @@ BUDGETS = {
     "planned": (3802, 17, 1),
     "recipes": (2028, 6, 0),
     "report": (1745, 0, 0),
-    "serving": (1720, 0, 0),
+    "serving": (1722, 0, 0),
     "state": (2040, 11, 0),
     "tensor": (3050, 17, 0),
 }

@@ -232,6 +232,7 @@ def test_what_stays_in_high_precision_has_the_warning_too(at: int, scheme: str, 
     """3.4e38 is finite in fp32 and infinite in bf16. A mask may hold infinities."""
     model = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 64), nn.LayerNorm(64))
     model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+    model.codes = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
     duotone.convert(model, "mxfp8", rules=())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
