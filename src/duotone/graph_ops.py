@@ -1,9 +1,12 @@
 """Ops of torch that a graph calls as one node. Compilers only know the shapes of their results."""
 
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
+
+from duotone.errors import UserError
 
 STATEFUL = (torch.Tag.nondeterministic_seeded, *filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 """Tags of ops that read or change state outside of the graph. No pass merges them, and no CUDA graph replays them."""
@@ -31,6 +34,17 @@ def define_op(
     for device in devices:
         _LIBRARY.impl(name, kernel, device)
     torch.library.register_fake(f"duotone::{name}", shapes, lib=_LIBRARY)
+    if tags == STATEFUL:
+        for key in ("Batched", "FuncTorchBatched"):  # of gradients, of torch.func
+            _LIBRARY.impl(name, _refuse_batch, key)
+
+
+def _refuse_batch(*_: object) -> NoReturn:
+    """UserError before a state moves: torch would call the op once for each sample of a batch."""
+    raise UserError(
+        "compiled code with delayed scales or other states takes no batch of gradients (is_grads_batched=True, "
+        "jacobian(vectorize=True)) and no torch.func.vmap; differentiate for one gradient after the other"
+    )
 
 
 def attach(x: Tensor, value: object) -> None:

@@ -297,6 +297,21 @@ def test_a_batch_of_gradients_of_quantized_operands_is_an_error_of_one_line(name
     torch.testing.assert_close(batch, single.expand(3, -1, -1))
 
 
+def test_a_batch_of_gradients_through_compiled_code_moves_no_delayed_state() -> None:
+    """torch calls an op that has no batching rule once for each gradient."""
+    torch.compiler.reset()
+    m, x = duotone.convert(nn.Linear(32, 32), "fp8-delayed"), torch.randn(32, 32).requires_grad_()
+    compiled = torch.compile(m, backend="aot_eager")
+    compiled(x).sum().backward()
+    y = compiled(x)
+    before = {name: value.clone() for name, value in m.state_dict().items()}
+    with pytest.raises(UserError, match=r"takes no batch of gradients.*; differentiate") as error:
+        torch.autograd.grad(y, x, torch.full((3, *y.shape), 100.0), is_grads_batched=True)
+    assert "\n" not in str(error.value)
+    after = m.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8-current"])
 def test_under_a_checkpoint_graphs_are_as_without_it(recipe: str) -> None:
     """A non-reentrant checkpoint hands saved tensors out once in a backward."""
