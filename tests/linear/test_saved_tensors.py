@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import duotone
@@ -77,6 +78,23 @@ def test_a_linear_saves_one_plane_of_each_operand_and_nothing_else(name, bits) -
     step(linear(name), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
     total = sum(tensor.nbytes for tensor in saved.values())
     assert bits / 8 * (M * K + K * N) <= total <= bits / 8 * (M * K + K * N) + 4 * (2 * K + 2)
+
+
+def test_a_region_in_compiled_code_breaks_no_graph_under_hooks_for_saved_tensors() -> None:
+    """Compiled code enters and leaves its regions by Python functions of ours, which Dynamo must not compile."""
+    m = linear("mxfp8")
+
+    def run(x: Tensor) -> Tensor:
+        with duotone.autocast("mxfp8"):
+            return m(x)
+
+    torch.compiler.reset()
+    counters.clear()
+    compiled, x = torch.compile(run, backend="aot_eager"), torch.randn(M, K, dtype=torch.bfloat16)
+    with torch.autograd.graph.save_on_cpu():
+        y = compiled(x)
+    assert not counters["graph_break"]
+    assert torch.equal(y, run(x))
 
 
 @pytest.mark.parametrize("options", [{"ahead": -1}, {"smallest": 0.5}, {"ahead": True}])

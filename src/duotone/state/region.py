@@ -16,6 +16,7 @@ import torch
 
 from duotone.capture import is_capturing
 from duotone.errors import UserError
+from duotone.numbered import never_compiled
 from duotone.recipes.builtin import HighPrecision
 from duotone.recipes.recipe import Recipe
 from duotone.state import frames
@@ -107,6 +108,7 @@ class Stack(types.ModuleType, Generic[R]):
         """Other regions that hold while only shapes matter, if any."""
 
     @property
+    @never_compiled
     def regions(self) -> tuple[R, ...]:
         """The open regions. Warns if the thread has none while another thread has some."""
         if self.shapes_only is not None and PIPELINES in sys.modules and in_pipeline(SHAPES):
@@ -125,6 +127,7 @@ class Stack(types.ModuleType, Generic[R]):
         return regions
 
     @regions.setter
+    @never_compiled
     def regions(self, regions: tuple[R, ...]) -> None:
         """Traced code entered and left regions. Others stay, because a recompute does not see all open regions."""
         before = self.regions
