@@ -1,5 +1,8 @@
 """Accelerator: quantized parameters and delayed states survive save_state and load_state; hooks set before convert."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from causal import assert_same_bits, batch, llama
@@ -92,3 +95,32 @@ def test_prepare_refuses_in_one_line(monkeypatch) -> None:
     monkeypatch.setattr(accelerator.state, "_mixed_precision", "fp8")  # a CPU has none
     with pytest.raises(duotone.UserError, match=r'^mixed_precision="fp8" converts the model by another library[^\n]*$'):
         prepare(accelerator, llama(), recipe="mxfp8")
+
+
+def test_models_that_the_accelerator_freed_leave_memory_and_checkpoints(tmp_path) -> None:
+    """As find_executable_batch_size does it: free_memory, then prepare of a new model. Objects of others stay."""
+    accelerator, other, freed = accelerate.Accelerator(cpu=ON_CPU), torch.nn.Linear(2, 2), []
+    for _ in range(3):
+        accelerator.free_memory()
+        gc.collect()
+        assert all(reference() is None for reference in freed)
+        model = prepare(accelerator, torch.nn.Sequential(torch.nn.Linear(32, 32)), recipe="nvfp4", rules=())
+        if not freed:
+            accelerator.register_for_checkpointing(other)
+        freed.append(weakref.ref(accelerator.unwrap_model(model)))
+        model(torch.randn(4, 32, device=accelerator.device)).sum().backward()
+        seed = duotone.rng_state(model)
+        accelerator.save_state(tmp_path)
+        del model
+    fresh = accelerate.Accelerator(cpu=ON_CPU)
+    model = prepare(fresh, torch.nn.Sequential(torch.nn.Linear(32, 32)), recipe="nvfp4", rules=())
+    fresh.register_for_checkpointing(torch.nn.Linear(2, 2))
+    fresh.load_state(tmp_path)
+    assert_same_bits(duotone.rng_state(model), seed)
+
+
+def test_several_models_of_one_accelerator_all_keep_their_states() -> None:
+    accelerator = accelerate.Accelerator(cpu=ON_CPU)
+    first = prepare(accelerator, torch.nn.Linear(32, 32), recipe="nvfp4", rules=())
+    second = prepare(accelerator, torch.nn.Linear(32, 32), recipe="nvfp4", rules=())
+    assert [state.reference() for state in accelerator._custom_objects] == [first, second]

@@ -1,11 +1,13 @@
 """Accelerate: `prepare` of an Accelerator, around a model that follows a recipe."""
 
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from duotone.conversion import convert
 from duotone.errors import UserError
@@ -43,24 +45,67 @@ def prepare(
             convert(model, as_recipe("prepare", recipe), rules)
     if not any(isinstance(module, Planned) for model in models for module in model.modules()):
         raise UserError("nothing in the model follows recipes: give prepare a recipe, or convert the model before")
+    free = _forget_freed(accelerator)
     for model in models:
         require_same_recipes(model)
-        state = RunState(model)
-        accelerator.register_for_checkpointing(state)
-        if accelerator.num_processes > 1:
-            number = len(accelerator._custom_objects) - 1
-            _keep_own(accelerator, state, f"duotone_{number}_{accelerator.process_index}.txt")
+        _register(accelerator, ModelState(model), free.pop(0) if free else len(accelerator._custom_objects))
+    for number in reversed(free):
+        del accelerator._custom_objects[number]
     return accelerator.prepare(*objects)
 
 
-def _keep_own(accelerator: Accelerator, state: RunState, file: str) -> None:
+class ModelState(RunState):
+    """The state of a run with one model, which an Accelerator holds. It does not keep the model in memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(weakref.proxy(model))
+        self.reference = weakref.ref(model)
+        self.hooks: list[RemovableHandle] = []
+
+    def state_dict(self) -> dict[str, object]:
+        """Empty if the model is gone, as after `accelerator.free_memory()`."""
+        return {} if self.reference() is None else super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """UserError if the model is gone, or the state belongs to another one."""
+        if self.reference() is None:
+            raise UserError("the model of this state is gone from memory; call load_state after prepare")
+        super().load_state_dict(state)
+
+    def is_in(self, modules: set[nn.Module]) -> bool:
+        """Whether modules that follow recipes are among `modules`: an accelerator may wrap the model itself."""
+        model = self.reference()
+        return model is not None and any(isinstance(each, Planned) and each in modules for each in model.modules())
+
+
+def _forget_freed(accelerator: Accelerator) -> list[int]:
+    """The places of states whose models the accelerator has freed. Their hooks are removed."""
+    prepared = {module for model in accelerator._models for module in model.modules()}
+    free = []
+    for number, state in enumerate(accelerator._custom_objects):
+        if isinstance(state, ModelState) and not state.is_in(prepared):
+            free.append(number)
+            for hook in state.hooks:
+                hook.remove()
+    return free
+
+
+def _register(accelerator: Accelerator, state: ModelState, number: int) -> None:
+    """Let the accelerator save a state as its custom object of that number, which is part of the file's name."""
+    accelerator._custom_objects[number : number + 1] = [state]
+    if accelerator.num_processes > 1:
+        state.hooks += _keep_own(accelerator, state, f"duotone_{number}_{accelerator.process_index}.txt")
+
+
+def _keep_own(accelerator: Accelerator, state: ModelState, file: str) -> list[RemovableHandle]:
     """Let each rank that saves write a file with its own state. Accelerate writes the objects of one rank.
 
     Nothing is gathered, because scripts may call `save_state` on one rank.
     """
 
     def save(models: object, weights: object, folder: str) -> None:
-        (Path(folder) / file).write_text(packed_state(state.model))
+        if state.reference() is not None:
+            (Path(folder) / file).write_text(packed_state(state.model))
 
     def load(models: object, folder: str) -> None:
         path = Path(folder) / file
@@ -69,5 +114,4 @@ def _keep_own(accelerator: Accelerator, state: RunState, file: str) -> None:
             text = "so delayed scales are those of another rank, and the first steps may clip values"
             warnings.warn(f"{path} was not found, {text}", stacklevel=2)
 
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
+    return [accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)]
