@@ -137,3 +137,25 @@ def test_each_loaded_model_warns_as_it_is_compiled() -> None:
         torch._dynamo.reset()
         with pytest.warns(UserWarning, match="load_rng_state"):
             torch.compile(m, backend="eager", fullgraph=True)(torch.randn(4, 32))
+
+
+def test_names_that_come_later_bring_their_seeds_until_one_is_drawn() -> None:
+    """Without names, modules count through the process, so that the same code gets other seeds when it runs again."""
+
+    def seed_of(module: nn.Module, draws: bool = False) -> torch.Tensor:
+        if draws:
+            module(torch.ones(32, 32)).sum().backward()
+        duotone.assign_names(module)
+        return duotone.rng_state(module)["0.duotone_seed"]
+
+    def unnamed() -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Sequential(duotone.Linear(32, 32, recipe="nvfp4"))
+
+    first, second = unnamed(), unnamed()
+    assert not torch.equal(first[0].duotone_seed, second[0].duotone_seed)
+    converted = duotone.convert(nn.Sequential(nn.Linear(32, 32)), "nvfp4", rules=())
+    assert seed_of(first) == seed_of(second) == duotone.rng_state(converted)["0.duotone_seed"]
+    drawn = unnamed()
+    before = drawn[0].duotone_seed.clone()
+    assert seed_of(drawn, draws=True) == before + 1

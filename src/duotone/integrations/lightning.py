@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from duotone.conversion import convert
 from duotone.errors import UserError
 from duotone.integrations.requirement import require
 from duotone.integrations.run_state import RunState, hide_states
+from duotone.planned.planned import Planned
 from duotone.recipes.recipe import RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 
@@ -64,7 +66,11 @@ class DuotonePrecision(TrainerPrecision, FabricDuotonePrecision):
     """
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert the model that a Trainer sets up. It takes the place of the model before."""
+        """Convert the model that a Trainer sets up. It takes the place of the model before.
+
+        UserError if a callback that averages weights has copied the plain model with buffers.
+        """
+        _refuse_plain_averages(module)
         self.states = [state for state in self.states if state.model is module]
         return super().convert_module(module)
 
@@ -72,3 +78,16 @@ class DuotonePrecision(TrainerPrecision, FabricDuotonePrecision):
         """UserError if the checkpoint was saved without this plugin."""
         if type(self).__qualname__ not in checkpoint:
             raise UserError("no DuotonePrecision saved the seeds and scales of this checkpoint; start from its weights")
+
+
+def _refuse_plain_averages(module: nn.Module) -> None:
+    """UserError if a callback holds a plain copy with buffers: Lightning pairs buffers of both by their order."""
+    trainer = getattr(module, "_trainer", None)
+    for callback in getattr(trainer, "callbacks", ()):
+        for average in vars(callback).values():
+            if isinstance(average, AveragedModel) and next(average.module.buffers(), None) is not None:
+                if not any(isinstance(each, Planned) for each in average.modules()):
+                    raise UserError(
+                        f"{type(callback).__name__} copied the model and its buffers before the plugin converts it; "
+                        "call duotone.convert(model, recipe) before fit, and leave the plugin for the checkpoints"
+                    )

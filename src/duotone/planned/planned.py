@@ -105,8 +105,11 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         delayed_states.drop(self)
 
     def take_name(self, name: str, site: Site) -> None:
-        """Set the full name in the model, and the site."""
+        """Set the full name in the model, and the site. A seed that nothing has drawn from follows the name."""
+        before = self.__dict__.get("module_name")
         self.module_name, self.site = name, site
+        if before not in (None, name):
+            seeds.follow_name(self, before, name)
         self.forget_plans()
 
     def forget_plans(self) -> None:

@@ -27,6 +27,13 @@ def initial_seed(name: str) -> Tensor:
     return torch.tensor([int.from_bytes(digest, "little", signed=True)], dtype=torch.int64)
 
 
+def follow_name(module: nn.Module, before: str, name: str) -> None:
+    """Start the seed of a module anew under another name, if it is still the first one under the name before."""
+    buffer = module._buffers.get(BUFFER)
+    if type(buffer) is Tensor and not buffer.is_meta and torch.equal(buffer.cpu(), initial_seed(before)):
+        buffer.copy_(initial_seed(name))
+
+
 def take(buffer: Tensor, count: int) -> Tensor:
     """The current seed, int64 (1,). The buffer advances by `count`, in place.
 
