@@ -1,5 +1,6 @@
 """`uses` reads from a script what becomes of its calls; each verdict is what happens when the call runs."""
 
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,34 @@ def test_names_are_followed_through_imports() -> None:
     assert rows[12, "RMSNorm"].after_install == "runs"
 
 
+def test_literal_names_are_followed_through_getattr_and_import_module() -> None:
+    script = """
+    import importlib
+    import transformer_engine.pytorch as te
+    kind = getattr(te, "Linear")
+    other = importlib.import_module("transformer_engine.pytorch")
+    layer = other.Linear(8, 8, atomic_gemm=True)
+    other.onnx_export(True)
+    getattr(te, dynamic)
+    """
+    rows = [(use.line, use.call, use.after_install) for use in uses(textwrap.dedent(script))]
+    assert rows == [
+        (4, "Linear", "runs"),
+        (6, "Linear", "runs"),
+        (6, "Linear(atomic_gemm=True)", "refused"),
+        (7, "onnx_export", "refused"),
+    ]
+
+
+def test_a_linear_of_ops_has_advice_of_its_own() -> None:
+    """te.ops.Linear starts uniform, as torch does, and te.Linear normal."""
+    rows = uses("import transformer_engine.pytorch as te\nte.Linear(8, 8)\nte.ops.Linear(8, 8)\n")
+    assert [use.write for use in rows] == [
+        "duotone.Linear, with init_method= for normal weights",
+        "duotone.ops.Linear, with zeros in its bias",
+    ]
+
+
 def test_scripts_without_transformer_engine_have_no_rows() -> None:
     assert uses("import torch\nfrom . import transformer_engine\ntorch.nn.Linear(1, 2)(inp)") == []
     assert [use.call for use in uses("import transformer_engine.pytorch as te\nclass Mine(te.Linear): ...")] == [
@@ -112,4 +141,5 @@ def test_own_scripts_run_and_so_say_their_rows() -> None:
 
 
 def test_native_spellings_are_of_names_that_there_are() -> None:
-    assert set(NATIVE) <= set().union(*MODULES.values())
+    places = {place for names in MODULES.values() for place in names.values()}
+    assert set(NATIVE) <= set().union(*MODULES.values()) | places

@@ -66,6 +66,10 @@ class Script:
                     for name in MODULES.get(node.module, ()) if alias.name == "*" else ():
                         self.paths.setdefault(name, f"{node.module}.{name}")
 
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                if module := _imported_by_call(node.value):
+                    self._add(node.lineno, node.targets[0].id, module, True)
+
     def _add(self, line: int, name: str, path: str, is_whole: bool) -> None:
         if path.partition(".")[0] in (ROOT, f"{ROOT}_torch"):
             self.paths[name] = path if is_whole else path.partition(".")[0]
@@ -75,8 +79,9 @@ class Script:
         """The full name of an expression, or "" if it is not of Transformer Engine."""
         if isinstance(node, ast.Name):
             return self.paths.get(node.id, "")
-        base = self.path(node.value) if isinstance(node, ast.Attribute) else ""
-        return f"{base}.{node.attr}" if base and isinstance(node, ast.Attribute) else ""
+        value, name = _attribute(node)
+        base = self.path(value) if value is not None else ""
+        return f"{base}.{name}" if base else ""
 
     def imports(self) -> Iterator[Use]:
         """Imports that fail."""
@@ -91,7 +96,7 @@ class Script:
 
     def references(self) -> Iterator[Use]:
         """Names, called or not: a script may put a class into a variable, or inherit from it."""
-        for node in (node for node in self.nodes if isinstance(node, ast.Name | ast.Attribute)):
+        for node in (node for node in self.nodes if isinstance(node, ast.Name | ast.Attribute | ast.Call)):
             module, name = split(self.path(node))
             if name and module in MODULES:
                 path = MODULES[module].get(name)
@@ -148,6 +153,25 @@ class Script:
 
 
 PARTIAL = "functools.partial", "partial"
+IMPORTS = "importlib.import_module", "import_module"
+
+
+def _attribute(node: ast.expr) -> tuple[ast.expr | None, str]:
+    """The value and the name of `value.name`, or of getattr(value, "name"). (None, "") for all else."""
+    if isinstance(node, ast.Attribute):
+        return node.value, node.attr
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1:
+        if isinstance(node.args[1], ast.Constant):
+            return node.args[0], str(node.args[1].value)
+    return None, ""
+
+
+def _imported_by_call(value: ast.expr) -> str:
+    """The module that importlib.import_module("module") imports, or ""."""
+    if isinstance(value, ast.Call) and ast.unparse(value.func) in IMPORTS and len(value.args) == 1:
+        (name,) = value.args
+        return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else ""
+    return ""
 
 
 def _without_arguments(call: ast.Call, count: int) -> ast.Call:
@@ -174,7 +198,7 @@ def remedy(module: str, name: str) -> str | None:
 
 def native(path: str) -> str:
     """What a script of Duotone writes for a name. `path` is the place of the name in Duotone."""
-    return NATIVE.get(path.partition(":")[2]) or path.replace(":", ".")
+    return NATIVE.get(path) or NATIVE.get(path.partition(":")[2]) or path.replace(":", ".")
 
 
 def options(call: ast.Call, name: str, path: str) -> Iterator[Use]:

@@ -120,6 +120,8 @@ NATIVE = {
     "DelayedScaling": "duotone.DelayedScaling, with first_scale_from_amax=False, skip_nonfinite_amax=False, "
     f"spike_factor=0.0 and {NUMERICS}",
     "FP8GlobalStateManager": "duotone.autocast; states belong to modules: duotone.recipe_state",
+    f"{PACKAGE}.ops:Linear": "duotone.ops.Linear, with zeros in its bias",
+    f"{PACKAGE}.ops:GroupedLinear": "duotone.ops.GroupedLinear, with zeros in its biases",
     "BasicLinear": "duotone.ops.BasicLinear",
     "Bias": "duotone.ops.Bias",
     **dict.fromkeys(("MMParams", "QParams"), "the options of a recipe"),
@@ -145,4 +147,4 @@ NATIVE = {
     "prepare_te_modules_for_fsdp": "nothing",
     "quantized_model_init": "duotone.quantized_model_init, with recipe=",
 }
-"""What a script that imports Duotone itself writes, if that differs from the name in `MODULES`."""
+"""What a script that imports Duotone itself writes, by name or by place, if that differs from the name in `MODULES`."""
