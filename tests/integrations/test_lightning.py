@@ -175,3 +175,32 @@ def test_fabric_resumes_with_the_bits_of_a_run_that_went_on(recipe: str, tmp_pat
 def test_a_checkpoint_of_fewer_models_is_one_line(tmp_path) -> None:
     with pytest.raises(duotone.UserError, match=r"^the checkpoint is of 0 models, and 1 were set up$"):
         setup("mxfp8")[3]["precision"].load_state_dict({})
+
+
+class Normalized(Module):
+    """A model with buffers of its own, behind a linear that gets buffers of Duotone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(1, nn.BatchNorm1d(64))
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8-delayed"])
+def test_averages_of_weights_pair_the_buffers_of_one_kind_of_model(recipe: str) -> None:
+    """Lightning copies the model before a plugin converts it, and pairs both by the order of their buffers."""
+
+    def train(model: Module) -> Module:
+        trainer = pl.Trainer(
+            accelerator=DEVICE, plugins=DuotonePrecision(recipe), max_steps=4, barebones=False, logger=False,
+            callbacks=[pl.callbacks.EMAWeightAveraging(decay=0.5)], enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(model, torch.utils.data.DataLoader(range(4), batch_size=None))
+        return model
+
+    with pytest.raises(
+        duotone.UserError, match=r"^EMAWeightAveraging copied the model [^\n]*; call duotone\.convert[^\n]*$"
+    ):
+        train(Normalized())
+    assert train(duotone.convert(Normalized(), recipe)).layers[1].num_batches_tracked > 0
