@@ -142,6 +142,11 @@ def changed_text(corpus, config, tmp_path):
 OTHERS = {
     "seed 1 there, 2 here": lambda corpus, config, _: (dataclasses.replace(config, seed=2), "mxfp8", corpus),
     "another recipe: recipe 'mxfp8' there, 'nvfp4' here": lambda corpus, config, _: (config, "nvfp4", corpus),
+    "another recipe: recipe 'mxfp8' there, 'fp8-delayed' here": lambda corpus, config, _: (
+        config,
+        "fp8-delayed",
+        corpus,
+    ),
     "the data has changed": changed_text,
 }
 

@@ -232,6 +232,7 @@ class ParallelTrainer(Trainer):
         """Load a checkpoint; gives the history of its run. UserError, with nothing changed, if it is of another run."""
         saved = saved_run(path)
         self._require_same_phases(saved, path)
+        self._require_same_recipe(saved, path)
         self._require_same_run(saved, path)
         distributed.load(path, self.model, self.optimizer.adamw)
         self.completed = self.first = saved.step

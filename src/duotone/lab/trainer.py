@@ -184,6 +184,7 @@ class Trainer:
     def check(self, saved: Checkpoint, path: Path) -> None:
         """UserError if `restore` cannot take over the state of `saved`."""
         self._require_same_phases(saved, path)
+        self._require_same_recipe(saved, path)  # before the tensors, which depend on it
         self._prepare(self.schedule.at(max(0, saved.step - 1)))
         checkpoint.require_same_model(saved, self.model, path)
         self._require_same_run(saved, path)
@@ -206,16 +207,12 @@ class Trainer:
                 "anew under a schedule whose phases start at steps instead of fractions"
             )
 
+    def _require_same_recipe(self, saved: Checkpoint, path: Path) -> None:
+        _require_same("recipe", _as_written_now(saved.meta.get("recipe")), _as_json(self.chosen.to_dict()), path)
+
     def _require_same_run(self, saved: Checkpoint, path: Path) -> None:
         config = {**self.config.to_dict(), "steps": saved.meta["config"]["steps"]}
-        current = _as_json({"config": config, "recipe": self.chosen.to_dict()})
-        stored = {**saved.meta, "recipe": _as_written_now(saved.meta.get("recipe"))}
-        for what, value in current.items():
-            if stored.get(what) != value:
-                raise UserError(
-                    f"the checkpoint {path} has another {what}: {_difference(stored.get(what), value)}; "
-                    "resume with what it was made with, or train anew with another --out"
-                )
+        _require_same("config", saved.meta.get("config"), _as_json(config), path)
         since = f"has changed since the checkpoint {path} was made"
         if saved.meta.get("data_digest") != self.corpus.digest:
             raise UserError(f"the data {since}: restore it, or train anew")
@@ -236,6 +233,14 @@ class Trainer:
         """The rounding seeds of the model and the state of torch's generator."""
         seeds = {f"{SEEDS}{name}": seed for name, seed in duotone.rng_state(self.model).items()}
         return {**seeds, "torch_rng": torch.get_rng_state()}
+
+
+def _require_same(what: str, stored: object, current: object, path: Path) -> None:
+    if stored != current:
+        raise UserError(
+            f"the checkpoint {path} has another {what}: {_difference(stored, current)}; "
+            "resume with what it was made with, or train anew with another --out"
+        )
 
 
 def _as_written_now(recipe: Any) -> Any:
