@@ -124,3 +124,10 @@ def test_several_models_of_one_accelerator_all_keep_their_states() -> None:
     first = prepare(accelerator, torch.nn.Linear(32, 32), recipe="nvfp4", rules=())
     second = prepare(accelerator, torch.nn.Linear(32, 32), recipe="nvfp4", rules=())
     assert [state.reference() for state in accelerator._custom_objects] == [first, second]
+
+
+def test_parameters_that_accelerate_offloads_are_not_quantized() -> None:
+    """Their values come back at each forward, in a way that knows no planes."""
+    model = duotone.convert(accelerate.cpu_offload(llama(), execution_device=DEVICE), "mxfp8")
+    with pytest.raises(duotone.UserError, match=r"^the weight of [\w.]+ is offloaded by accelerate, [^\n]*$"):
+        duotone.convert_parameters(model, "mxfp8")

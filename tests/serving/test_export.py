@@ -507,7 +507,7 @@ def test_a_failure_leaves_the_old_files_and_nothing_else(tmp_path, monkeypatch) 
         exported_weight.ExportedWeight, "original", exported_weight.ExportedWeight.tensors, raising=False
     )
     monkeypatch.setattr(exported_weight.ExportedWeight, "tensors", fail)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(duotone.UserError, match=r"cannot export to .*x \(no space left on device\); make room"):
         export(toy(), tmp_path / "x", "FP8_DYNAMIC")
     assert {file.name: file.read_bytes() for file in (tmp_path / "x").iterdir()} == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
@@ -721,3 +721,9 @@ def test_the_compiler_is_asked_for_exports_of_many_parameters_alone(tmp_path, mo
 def same_files(one, other) -> bool:
     names = [sorted(file.name for file in folder.iterdir()) for folder in (one, other)]
     return names[0] == names[1] and all((one / name).read_bytes() == (other / name).read_bytes() for name in names[0])
+
+
+def test_an_export_of_a_model_that_follows_no_recipe_warns(tmp_path) -> None:
+    with pytest.warns(UserWarning, match=r"nothing in the model follows recipes.*; call duotone\.convert before"):
+        report = duotone.export(nn.Sequential(nn.Linear(32, 32)), tmp_path / "x")
+    assert report.scheme == "BF16"

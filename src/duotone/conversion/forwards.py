@@ -61,9 +61,15 @@ def rebuild(mixin: type, kind: type) -> nn.Module:
     return planned.__new__(planned)
 
 
+def owner_of(module: Planned) -> nn.Module:
+    """The module with the parameters and the hooks: of experts, that around them."""
+    owner: nn.Module = module.__dict__.get("_owner", module)
+    return owner
+
+
 def settle(module: Planned) -> None:
     """Move seeds and states of an offloaded module, whose weights are on meta, to the device on which hooks run it."""
-    hook = module.__dict__.get("_owner", module).__dict__.get("_hf_hook")  # of experts, that of their owner
+    hook = owner_of(module).__dict__.get("_hf_hook")
     devices = [getattr(one, "execution_device", None) for one in getattr(hook, "hooks", (hook,))]
     device = next((torch.device(device) for device in devices if device is not None), None)
     if device is None or not module.weight.is_meta:

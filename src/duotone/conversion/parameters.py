@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from duotone.conversion.forwards import owner_of
 from duotone.conversion.naming import named_modules, require_masters, require_model
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
@@ -121,6 +122,9 @@ def _refuse_parts(name: str, module: Planned) -> None:
     if is_parametrized(module, "weight"):
         raise UserError(f"the weight of {name} is parametrized, so it is no parameter; remove its parametrizations")
     require_one_weight(module, name)
+    if any(weight.is_meta for weight in module.weight_parameters) and "_hf_hook" in owner_of(module).__dict__:
+        remedy = "leave parameters plain, or call duotone.convert_parameters on a model that fits the device"
+        raise UserError(f"the weight of {name} is offloaded by accelerate, which moves values and no planes; {remedy}")
     if any(is_distributed(weight) and owners(shard_of(weight))[0] for weight in module.weight_parameters):
         remedy = "call duotone.convert_parameters before fully_shard, or build it in duotone.quantized_model_init"
         raise UserError(f"the weight of {name} is sharded already; {remedy}")

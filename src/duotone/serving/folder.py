@@ -85,8 +85,11 @@ def write_folder(
                 (fresh / name).write_text(text)
             (fresh / PROGRESS).unlink(missing_ok=True)
             _replace(path, fresh)
-        except Exception:
+        except Exception as error:
             shutil.rmtree(fresh, ignore_errors=True)
+            if isinstance(error, OSError):
+                reason = error.strerror or error
+                raise UserError(f"cannot export to {path} ({reason}); make room, or give another folder") from error
             raise
     return total, notes
 

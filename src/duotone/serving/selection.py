@@ -1,5 +1,6 @@
 """Which weights of a model are stored quantized, and what cannot be exported."""
 
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -160,10 +161,14 @@ def scheme_of_recipe(model: nn.Module) -> Scheme | None:
                 f"{name or type(module).__name__} follows no recipe outside of autocast, so that scheme=None has no "
                 'answer; give scheme=, as "BF16" for high precision'
             )
-    formats = [fmt for module in model.modules() if (fmt := trained_format(module)) not in (None, IDENTITY)]
-    counts = Counter(fmt.name for fmt in formats if fmt is not None)
+    read = [fmt for module in model.modules() if (fmt := trained_format(module)) is not None]
+    if not read:
+        text = "nothing in the model follows recipes, so all weights are stored in bf16; call duotone.convert before"
+        warnings.warn(f'{text}, or give scheme=, "BF16" too', stacklevel=4)
+    formats = [fmt for fmt in read if fmt is not IDENTITY]
+    counts = Counter(fmt.name for fmt in formats)
     most = max(counts, key=lambda name: counts[name], default="")
-    return next((scheme_for(fmt) for fmt in formats if fmt is not None and fmt.name == most), None)
+    return next((scheme_for(fmt) for fmt in formats if fmt.name == most), None)
 
 
 WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module", "DataParallel": "module"}

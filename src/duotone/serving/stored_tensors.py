@@ -19,7 +19,7 @@ StoredNames = Callable[[str, Tensor], Mapping[str, Tensor]]
 """The full name of a tensor, and the tensor, which may be on meta -> its pieces by the names that files give them."""
 
 
-SPLITS = ", and duotone.integrations.transformers.export splits the experts of transformers"
+SPLITS = ", and duotone.integrations.transformers.export splits experts that the published layout splits"
 
 
 def own_name(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
