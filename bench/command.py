@@ -60,8 +60,13 @@ def _options(subject: Subject) -> Callable[[Callable[..., Any]], Callable[..., A
             "--recipe", "recipes", cls=ListOption, metavar="NAME|FILE", help=f"May be repeated. Default: {names}."
         ),
         *_own_options(subject.name),
-        click.option("--turns", type=click.IntRange(min=1), default=6, help="Of each candidate; 6."),
-        click.option("--seconds", type=click.FloatRange(0, 60, min_open=True), default=0.3, help="Of a turn; 0.3."),
+        click.option("--turns", type=click.IntRange(min=1), default=6, help="Turns of each candidate; 6."),
+        click.option(
+            "--seconds",
+            type=click.FloatRange(0, 60, min_open=True),
+            default=0.3,
+            help="Seconds of a turn. Default: 0.3.",
+        ),
         click.option("--one-thread", is_flag=True, help="Backward in the thread that asks for it, for all candidates."),
         click.option("--graph", is_flag=True, help="Each step is one replay of a CUDA graph, for all candidates."),
         click.option(

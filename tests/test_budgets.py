@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 42574
-TOOL_LINES = 8271
+LIBRARY_LINES = 42666
+TOOL_LINES = 8354
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -27,28 +27,28 @@ BENCH = TESTS.parent / "bench"
 
 BUDGETS = {
     "attention": (3030, 21, 0),
-    "cli": (1647, 2, 0),
+    "cli": (1654, 2, 0),
     "comm": (258, 3, 1),
-    "compat": (3195, 11, 0),
-    "conversion": (3146, 7, 0),
+    "compat": (3222, 11, 0),
+    "conversion": (3171, 7, 0),
     "dispatch": (3655, 1, 0),
     "distributed": (507, 4, 0),
     "formats": (1538, 0, 0),
-    "integrations": (975, 17, 3),
+    "integrations": (1040, 17, 3),
     "kernels": (5048, 0, 0),
-    "lab": (3904, 14, 0),
+    "lab": (3915, 14, 0),
     "linear": (1990, 5, 0),
     "modules": (761, 3, 0),
     "observe": (2332, 6, 0),
     "ops": (1497, 0, 0),
     "optim": (900, 3, 0),
-    "package": (390, 1, 0),
+    "package": (404, 1, 0),
     "pipeline": (1685, 15, 0),
-    "planned": (3802, 17, 1),
-    "recipes": (2028, 6, 0),
+    "planned": (3805, 17, 1),
+    "recipes": (2032, 6, 0),
     "report": (1745, 0, 0),
-    "serving": (1722, 0, 0),
-    "state": (2040, 11, 0),
+    "serving": (1731, 0, 0),
+    "state": (2050, 11, 0),
     "tensor": (3050, 17, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

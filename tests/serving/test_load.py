@@ -197,7 +197,11 @@ def test_checkpoints_of_other_models_are_refused_before_anything_changes(tmp_pat
     unchanged_and_refused(
         tmp_path / "x", larger, r"has no extra.weight; it is a checkpoint of another model, or what [^\n]*$"
     )
-    unchanged_and_refused(tmp_path / "x", wider, r"up_proj.weight is \(256, 128\) in .* and \(128, 128\) in the model$")
+    unchanged_and_refused(
+        tmp_path / "x",
+        wider,
+        r"up_proj.weight is \(256, 128\) in .* and \(128, 128\) in the model; load it into the model that was exported$",
+    )
     unchanged_and_refused(tmp_path / "x", smaller, r"has layers.1.*which the model has not")
 
 
@@ -245,4 +249,6 @@ def test_half_written_exports_are_refused(tmp_path) -> None:
     )
     (tmp_path / "x" / "config.json").unlink()
     unchanged_and_refused(tmp_path / "x", toy(), r"has no config.json, so it is no whole export")
-    unchanged_and_refused(tmp_path / "nowhere", toy(), r"nowhere is no folder of an export$")
+    unchanged_and_refused(
+        tmp_path / "nowhere", toy(), r"nowhere is no folder of an export; give one that duotone.export wrote$"
+    )

@@ -21,7 +21,7 @@ from duotone.observe.candidates import UNIFORM
     help=f"Recipes whose formats are tried. Default: {' '.join(UNIFORM)}.",
 )
 @options.size
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of the weights and the batch; 0.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of the weights and the batch. Default: 0.")
 @options.device
 @click.option("--out", metavar="FILE", help="Write the recipe file here, too.")
 @click.option("--all", "all_rows", is_flag=True, help="Show all rows with a mark on those of the front.")

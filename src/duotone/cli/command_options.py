@@ -64,9 +64,11 @@ model = click.option(
     metavar="NAME|hf:PATH_OR_CLASS",
     help=f"What to train: {', '.join(MODELS)}, or a model of transformers by folder or class. Default: {DEFAULT}.",
 )
-device = click.option("--device", metavar="cpu|cuda", help="Where to train. Default: cpu.")
+device = click.option("--device", metavar="cpu|cuda", help="Device of the model. Default: cpu.")
 strict = click.option(
-    "--strict", is_flag=True, help="Fail before the first step where a product would stay in high precision unasked."
+    "--strict",
+    is_flag=True,
+    help="Stop before step 1 if a product would run in high precision and no rule asks for it.",
 )
 data = click.option(
     "--data",
@@ -84,14 +86,18 @@ size = click.option(
 parallel = click.option(
     "--parallel", metavar="fsdp=N,tp=M,ep=K", help="Ranks along each axis; to train, torchrun starts as many processes."
 )
-save_every = click.option("--save-every", type=click.IntRange(min=1), default=50, help="Steps between checkpoints; 50.")
+save_every = click.option(
+    "--save-every", type=click.IntRange(min=1), default=50, help="Steps between checkpoints. Default: 50."
+)
 TRAINING = (
     click.option("--force", is_flag=True, help="Replace a report that is in --out."),
     click.option("--out", metavar="DIR", help="Folder for the results."),
     strict,
     preset,
     model,
-    click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of the weights, batches and rounding; 0."),
+    click.option(
+        "--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of the weights, batches and rounding. Default: 0."
+    ),
     device,
     click.option("--steps", type=click.IntRange(min=1), help="Training steps. Default: the preset's."),
     click.option("--lr", type=click.FloatRange(0, min_open=True), help="Peak learning rate. Default: the preset's."),
@@ -107,7 +113,7 @@ def _size(option: click.Parameter, text: str) -> tuple[int, int]:
     """Width and tokens."""
     match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
     if match is None:
-        raise click.BadParameter(f"{text!r} is no width and tokens: write such as 4096x8192", param=option)
+        raise click.BadParameter(f"{text!r} is no width and tokens: write such as 4096x8192.", param=option)
     return int(match[1]), int(match[2])
 
 

@@ -23,7 +23,7 @@ from duotone.lab.schema import Settings
     "--seeds",
     type=click.IntRange(min=1),
     default=1,
-    help="Runs of each recipe, from --seed on; 1, which ranks nothing.",
+    help="Number of seeds of each recipe, from --seed on. Default: 1, which gives no ranks.",
 )
 @options.size
 @options.save_every

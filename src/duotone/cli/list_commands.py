@@ -42,6 +42,7 @@ def recipes(name: str | None) -> None:
             for name in library.schedule_names()
         ],
     )
+    click.echo("\na / b: rowwise / columnwise. Rules for grouped linears and for attention are not shown.")
 
 
 def _formats(recipe: "Recipe") -> list[str]:

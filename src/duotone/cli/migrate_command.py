@@ -26,7 +26,8 @@ def migrate(context: click.Context, script: str, as_json: bool) -> None:
         with tokenize.open(script) as file:  # in the encoding that the file names
             text = file.read()
     except (OSError, UnicodeError, SyntaxError) as error:
-        raise UserError(f"{script} cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{script} cannot be read: {reason}; give a Python script") from None
     rows = uses(text, script)
     refused = sum(use.after_install == REFUSED for use in rows)
     if as_json:

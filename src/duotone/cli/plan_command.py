@@ -26,10 +26,12 @@ def plan(recipe: str, strict: bool, arch: str | None, parallel: str | None, **ty
     from duotone.cli.inputs import config_from, make_strict
     from duotone.cli.table import echo, print_table
     from duotone.lab.comparison import planned
+    from duotone.lab.forecast import Parallel, forecast
     from duotone.recipes.recipe import MEASURED
 
     config = config_from(typed)
     chosen = make_strict(recipes.load(recipe), strict)
+    prediction = None if parallel is None else forecast(config, chosen, Parallel.parse(parallel))
     device = arch or config.device
     rows = planned(config, chosen, device)
     notes: dict[str, int] = {}  # the number of each
@@ -42,10 +44,8 @@ def plan(recipe: str, strict: bool, arch: str | None, parallel: str | None, **ty
     print_table(("module", "gemm", "a", "b", "runs", "why"), cells, title=title)
     for note, number in notes.items():
         echo(f"{number}  {note}", "   ")
-    if parallel is not None:
-        from duotone.lab.forecast import Parallel, forecast
-
-        click.echo(str(forecast(config, chosen, Parallel.parse(parallel))))
+    if prediction is not None:
+        click.echo(str(prediction))
     if chosen.min_weight_elements:
         return
     # How many modules the entries of this device for `min_weight_elements` would leave in bf16.

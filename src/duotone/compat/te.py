@@ -57,7 +57,8 @@ class Names(ModuleType):
         remedy = MODULES_WITHOUT.get(self.__name__) or (INSTEAD.get(name) if names else None)
         if remedy and not name.startswith("_"):
             return self.__dict__.setdefault(name, stand_in(inner, remedy))
-        raise AttributeError(f"Duotone has no counterpart of {inner}; docs/from-te.md lists the names that it has")
+        remedy = "duotone migrate SCRIPT lists what a script uses and what to write instead"
+        raise AttributeError(f"Duotone has no counterpart of {inner}; {remedy}")
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *MODULES[self.__name__]})

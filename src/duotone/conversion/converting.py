@@ -104,6 +104,13 @@ def _save_pretrained_weights_alone(model: nn.Module) -> None:
             setattr(module, IGNORED, {*(getattr(module, IGNORED) or ()), *state_names(module)})
 
 
+def require_schedule(schedule: Schedule | None) -> None:
+    """UserError unless this is a schedule or None."""
+    if not isinstance(schedule, Schedule | None):
+        kind = type(schedule).__name__
+        raise UserError(f"schedule is a duotone.recipes.Schedule; got {kind}: use duotone.recipes.load_schedule(name)")
+
+
 def revert(model: nn.Module) -> nn.Module:
     """Undo `convert` and `fuse`, in place, and return the model. Modules get their old classes.
 
@@ -144,8 +151,7 @@ def _validated(model: nn.Module, recipe: RecipeLike, rules: Sequence[Rule], sche
             "schedule.at(0), schedule=schedule), and train step i under duotone.autocast(recipe=schedule.at(i))"
         )
     recipe = as_recipe("convert", recipe)
-    if not isinstance(schedule, Schedule | None):
-        raise UserError(f"schedule is a duotone.recipes.Schedule; got {type(schedule).__name__}")
+    require_schedule(schedule)
     if schedule is not None and schedule.phases[0].recipe != recipe:
         raise UserError(f"recipe {recipe.name} is not what schedule {schedule.title} starts with; give schedule.at(0)")
     require_rules(rules)

@@ -174,6 +174,18 @@ def _numbered(rows: Sequence[PlanRow]) -> Iterator[tuple[tuple[str, str, int], P
         counts[place] += 1
 
 
+def _for_model(model: nn.Module, recipe: RecipeLike | None) -> Recipe | None:
+    """The recipe. UserError if nothing in the model would follow it."""
+    if recipe is None:
+        return None
+    recipe = as_recipe("plan", recipe)
+    if not any(isinstance(module, Planned | DotProductAttention) for module in model.modules()):
+        kind = type(model).__name__
+        remedy = "call duotone.convert(model, recipe) before, or leave the recipe out"
+        raise UserError(f"nothing in {kind} follows recipes: {remedy}")
+    return recipe
+
+
 def plan(
     model: nn.Module,
     recipe: RecipeLike | None = None,
@@ -187,12 +199,9 @@ def plan(
     that is not present, as "sm90". If `device` or `dtype` is None, it is that of the weights.
     """
     require_model("plan", model)
-    if recipe is not None:
-        recipe = as_recipe("plan", recipe)
-        if not any(isinstance(module, Planned | DotProductAttention) for module in model.modules()):
-            kind = type(model).__name__
-            remedy = "call duotone.convert(model, recipe) before, or leave the recipe out"
-            raise UserError(f"nothing in {kind} follows recipes: {remedy}")
+    if not isinstance(dtype, torch.dtype | None):
+        raise UserError(f"dtype is {dtype!r}; give torch.bfloat16, torch.float16 or torch.float32")
+    recipe = _for_model(model, recipe)
     rows: list[PlanRow] = []
     skipped, trained, idle = left_alone(model), trains(model), idle_cores(model)
     planned = [module for module in model.modules() if isinstance(module, Planned)]

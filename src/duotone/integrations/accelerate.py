@@ -4,7 +4,7 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -48,17 +48,17 @@ def prepare(
     free = _forget_freed(accelerator)
     for model in models:
         require_same_recipes(model)
-        _register(accelerator, ModelState(model), free.pop(0) if free else len(accelerator._custom_objects))
+        _register(accelerator, _ModelState(model), free.pop(0) if free else len(accelerator._custom_objects))
     for number in reversed(free):
         del accelerator._custom_objects[number]
     return accelerator.prepare(*objects)
 
 
-class ModelState(RunState):
+class _ModelState(RunState):
     """The state of a run with one model, which an Accelerator holds. It does not keep the model in memory."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(weakref.proxy(model))
+        super().__init__(cast(nn.Module, weakref.proxy(model)))
         self.reference = weakref.ref(model)
         self.hooks: list[RemovableHandle] = []
 
@@ -66,7 +66,7 @@ class ModelState(RunState):
         """Empty if the model is gone, as after `accelerator.free_memory()`."""
         return {} if self.reference() is None else super().state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """UserError if the model is gone, or the state belongs to another one."""
         if self.reference() is None:
             raise UserError("the model of this state is gone from memory; call load_state after prepare")
@@ -83,21 +83,21 @@ def _forget_freed(accelerator: Accelerator) -> list[int]:
     prepared = {module for model in accelerator._models for module in model.modules()}
     free = []
     for number, state in enumerate(accelerator._custom_objects):
-        if isinstance(state, ModelState) and not state.is_in(prepared):
+        if isinstance(state, _ModelState) and not state.is_in(prepared):
             free.append(number)
             for hook in state.hooks:
                 hook.remove()
     return free
 
 
-def _register(accelerator: Accelerator, state: ModelState, number: int) -> None:
+def _register(accelerator: Accelerator, state: _ModelState, number: int) -> None:
     """Let the accelerator save a state as its custom object of that number, which is part of the file's name."""
     accelerator._custom_objects[number : number + 1] = [state]
     if accelerator.num_processes > 1:
         state.hooks += _keep_own(accelerator, state, f"duotone_{number}_{accelerator.process_index}.txt")
 
 
-def _keep_own(accelerator: Accelerator, state: ModelState, file: str) -> list[RemovableHandle]:
+def _keep_own(accelerator: Accelerator, state: _ModelState, file: str) -> list[RemovableHandle]:
     """Let each rank that saves write a file with its own state. Accelerate writes the objects of one rank.
 
     Nothing is gathered, because scripts may call `save_state` on one rank.

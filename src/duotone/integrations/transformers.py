@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from duotone.attention import DotProductAttention
 from duotone.conversion import convert, convert_parameters, plan, revert
+from duotone.conversion.converting import require_schedule
 from duotone.errors import UserError
 from duotone.integrations.requirement import require
 from duotone.integrations.run_state import (
@@ -178,6 +179,7 @@ class DuotoneCallback(TrainerCallback):
         report: str | Path | None = None,
     ) -> None:
         require_rules(rules)
+        require_schedule(schedule)
         if report is not None and not Path(report).absolute().parent.is_dir():
             raise UserError(f"report is {str(report)!r}, in a folder that is not there; create the folder first")
         self.report = report

@@ -113,8 +113,13 @@ class Forecast:
 
 
 def forecast(config: TrainConfig, recipe: Recipe, parallel: Parallel) -> Forecast:
-    """The forecast for the model of `config` under a recipe. Its weights are not allocated."""
+    """The forecast for the model of `config` under a recipe. Its weights are not allocated.
+
+    UserError if experts are to be split over ranks, and the model has none.
+    """
     model = duotone.convert(models.outline(config.model, config.preset), recipe)
+    if parallel.ep > 1 and not any(isinstance(module, MoE) for module in model.modules()):
+        raise UserError(f"ep={parallel.ep} needs experts, which {config.model} lacks: --model moe")
     result = Forecast(parallel)
     data = parallel.fsdp * parallel.ep
     tokens = config.preset.batch * config.preset.model.context // data

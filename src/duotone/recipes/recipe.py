@@ -299,6 +299,10 @@ def as_recipe(taker: str, value: "RecipeLike") -> "Recipe":
         return value
     if isinstance(value, str | Path):
         return _loaded(str(value))
+    if isinstance(value, type) and issubclass(value, Recipe):
+        raise RecipeError(f"{taker} takes a recipe; got the class {value.__name__}: write {value.__name__}()")
+    if isinstance(value, dict):
+        raise RecipeError(f"{taker} takes a recipe or its name; got a dict: use duotone.recipes.from_dict")
     raise RecipeError(
         f"{taker} takes a recipe or its name; got {type(value).__name__}: use one of the classes of duotone.recipes"
     )

@@ -269,7 +269,7 @@ def require_rules(rules: Sequence[Rule]) -> None:
         raise UserError(f"rules are a sequence of duotone.recipes.Rule; got {type(rules).__name__}: give () for none")
     wrong = [rule for rule in rules if not isinstance(rule, Rule)]
     if wrong:
-        raise UserError(f"rules are duotone.recipes.Rule values; got {type(wrong[0]).__name__}")
+        raise UserError(f"rules are duotone.recipes.Rule values; got {type(wrong[0]).__name__}: write Rule(format=...)")
 
 
 def first_match(

@@ -208,7 +208,7 @@ def read_text(path: Path, name: str) -> dict[str, object]:
     """A JSON file of a folder. UserError if it is absent or no object."""
     if not path.is_dir():
         old = f"; an export died, and {_before(path)} holds what was there" if _before(path).exists() else ""
-        raise UserError(f"{path} is no folder of an export{old}")
+        raise UserError(f"{path} is no folder of an export{old or '; give one that duotone.export wrote'}")
     try:
         table = json.loads((path / name).read_text())
     except FileNotFoundError:

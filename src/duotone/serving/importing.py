@@ -198,7 +198,8 @@ def _refuse_other(checkpoint: Checkpoint, targets: Sequence[Target]) -> None:
             other = OTHER_LAYOUT if target.names is own_name else ""
             raise UserError(f"{path} has no {name}; it is a checkpoint of another model{other}")
         if name in shapes and shape != tuple(shapes[name]):
-            raise UserError(f"{name} is {tuple(shapes[name])} in {path} and {shape} in the model")
+            both = f"{tuple(shapes[name])} in {path} and {shape} in the model"
+            raise UserError(f"{name} is {both}; load it into the model that was exported")
     for name in shapes.keys() - places.keys():
         raise UserError(f"{path} has {name}, which the model has not; it is a checkpoint of another model")
     firsts: dict[int, Target] = {}
