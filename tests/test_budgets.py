@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 42666
-TOOL_LINES = 8354
+TOOL_LINES = 8355
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
 )
@@ -27,7 +27,7 @@ BENCH = TESTS.parent / "bench"
 
 BUDGETS = {
     "attention": (3030, 21, 0),
-    "cli": (1654, 2, 0),
+    "cli": (1655, 2, 0),
     "comm": (258, 3, 1),
     "compat": (3222, 11, 0),
     "conversion": (3171, 7, 0),
