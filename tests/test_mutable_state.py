@@ -68,7 +68,7 @@ ALLOWED = {
     "pipeline.autograd.RUNNER": "what runs a pipeline; an observer wraps it while it watches",
     "pipeline.rewrites.RULES": REGISTRY,
     "planned.same_recipes.WRAPPED": "registers its hook once, with the first module that follows recipes",
-    "planned.opaque_stage.FORWARDS": GRAPHS,
+    "planned.saved_forwards.FORWARDS": GRAPHS,
     "planned.planned._UNNAMED": "a name, and so a seed, for each module that nobody named",
     "recipes.conditions.expression": PURE,
     "recipes.conditions.glob": PURE,

@@ -47,24 +47,12 @@ def _refuse_batch(*_: object) -> NoReturn:
     )
 
 
-def attach(x: Tensor, value: object) -> None:
-    """Keep `value` in memory while the storage of x lives, or that of a copy by `as_of_now`."""
-    x.untyped_storage().attached = value  # type: ignore[attr-defined]
-
-
-def _copy(x: Tensor) -> Tensor:
-    copy, value = x.clone(), getattr(x.untyped_storage(), "attached", None)
-    if value is not None:
-        attach(copy, value)
-    return copy
-
-
 def _functional(x: Tensor) -> Tensor:
     torch._sync(x)  # type: ignore[attr-defined]
     return torch._to_functional_tensor(torch._from_functional_tensor(x))  # type: ignore[attr-defined]
 
 
-define_op("as_of_now(Tensor x) -> Tensor", _copy, lambda x: x.new_empty_strided(x.shape, x.stride()))
+define_op("as_of_now(Tensor x) -> Tensor", torch.clone, lambda x: x.new_empty_strided(x.shape, x.stride()))
 _LIBRARY.impl("as_of_now", _functional, "Functionalize")
 as_of_now = torch.ops.duotone.as_of_now
 """In a trace: x, without writes that follow. A graph without writes, which compilers get, has no node for it.

@@ -1,5 +1,6 @@
 """What keeps tensors between calls, and what counts rows on a device, is part of a graph that equal layers share."""
 
+import contextlib
 import copy
 import gc
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import duotone
 from duotone import recipes
 from duotone.modules.moe import Router
-from duotone.planned.opaque_stage import FORWARDS, View
+from duotone.planned.saved_forwards import FORWARDS, View
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 WIDTH, LAYERS = 32, 3
@@ -240,10 +241,41 @@ def test_compiled_code_that_should_calibrate_is_one_line() -> None:
             compiled(torch.randn(4, 32))
 
 
-def test_hooks_that_copy_saved_tensors_are_refused_in_one_line() -> None:
+HOOKS = {
+    "none": contextlib.nullcontext,
+    "copies": lambda: torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x),
+    "save_on_cpu": torch.autograd.graph.save_on_cpu,
+    "save_on_cpu, pinned": lambda: torch.autograd.graph.save_on_cpu(pin_memory=True),
+}
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", slow("inductor")])
+@pytest.mark.parametrize("options", [{"delay_wgrad_compute": True}, {}], ids=["put off", "cached"])
+def test_what_a_compiled_forward_saved_is_there_also_if_hooks_copy_it(
+    options: dict[str, bool], backend: str, hooks: str
+) -> None:
+    m = linears("mxfp8", **options)
+    eager, called = copy.deepcopy(m), {} if options else {"is_first_microbatch": True}
+    for layer in m:
+        layer.compile(backend=backend, fullgraph=True)
+    x = torch.randn(WIDTH, WIDTH).bfloat16()
+    with HOOKS[hooks]():
+        y = in_turn(**called)(m, x)
+    expected = in_turn(**called)(eager, x)
+    for model, result in ((m, y), (eager, expected)):
+        result.square().sum().backward()
+        for layer in model:
+            layer.backward_dw()
+    gc.collect()
+    assert torch.equal(y, expected)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(m.parameters(), eager.parameters(), strict=True))
+
+
+def test_hooks_that_keep_only_values_are_refused_in_one_line() -> None:
     m = linears("mxfp8", delay_wgrad_compute=True)[0]
     m.compile(backend="aot_eager", fullgraph=True)
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x + 0, lambda x: x):
         y = m(torch.randn(WIDTH, WIDTH).bfloat16())
     with pytest.raises(duotone.UserError, match="hooks for saved tensors"):
         y.sum().backward()

@@ -6,7 +6,7 @@ groups, whose row counts may lie on a device. What forward saves stays in Python
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -14,19 +14,19 @@ from torch import Tensor
 from duotone.comm import group_size
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
-from duotone.graph_ops import STATEFUL, attach, define_op
+from duotone.graph_ops import STATEFUL, define_op
 from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plan import LinearPlan
-from duotone.numbered import Numbered
 from duotone.pipeline.autograd import pack, unpack
 from duotone.pipeline.op import KEEPS, info_of
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.planned.saved_forwards import FORWARDS, ForBackward, Token, View
 from duotone.planned.traced_stages import planner_of
 from duotone.state.torch_private import mark_effect
 from duotone.tensor import QuantizedTensor
-from duotone.tensor.plane import Planes, same_memory
+from duotone.tensor.plane import Planes
 
 if TYPE_CHECKING:
     from duotone.planned.planned import Planned
@@ -110,44 +110,6 @@ def _may_share(operand: OperandPlan) -> bool:
     )
 
 
-class View(NamedTuple):
-    """A saved tensor that shares the memory of a source, by the source's index. Their elements are of one size."""
-
-    source: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @staticmethod
-    def of(tensor: Tensor | None, sources: Sequence[Tensor]) -> "View | None":
-        """The view of the first source whose memory the tensor has. None if it has that of none."""
-        for i, source in enumerate(sources):
-            if tensor is not None and same_memory(tensor, source):
-                offset = int(tensor.storage_offset() - source.storage_offset())
-                return View(i, tensor.dtype, tensor.size(), tensor.stride(), offset)
-        return None
-
-    def restore(self, sources: Sequence[Tensor], copies: bool) -> Tensor:
-        """The tensor, over the memory of its source or, `copies`, over new memory."""
-        source = sources[self.source].view(self.dtype)
-        tensor = source.as_strided(self.size, self.stride, source.storage_offset() + self.offset)
-        return tensor.clone() if copies else tensor
-
-
-@dataclass(eq=False)
-class ForBackward:
-    """What a forward saves for its backward. Not the tensors of the graph: compilers reuse their memory."""
-
-    stage: LinearStage | GroupedStage
-    shells: list[Any]
-    tensors: list[Tensor | View | None]
-
-
-FORWARDS: Numbered[ForBackward] = Numbered()
-"""By the number in the token of a forward. An entry lives as long as a graph holds the token."""
-
-
 def _forward(  # noqa: PLR0913 (the arguments of the op)
     x: Tensor,
     parts: Sequence[Tensor],
@@ -172,11 +134,8 @@ def _forward(  # noqa: PLR0913 (the arguments of the op)
     y, saved = stage.forward(x, *operands)
     shells, tensors = pack([saved])
     sources = [*([x] if shares[0] else ()), *(parts if shares[1] else ())]
-    entries = [View.of(tensor, sources) or tensor for tensor in tensors]
-    entry = ForBackward(stage, shells, entries)
-    token = torch.tensor([int(FORWARDS.add(entry))], device="cpu")
-    attach(token, entry)
-    return y.contiguous(), token
+    entry = ForBackward(stage, shells, [View.of(tensor, sources) or tensor for tensor in tensors])
+    return y.contiguous(), Token(torch.tensor([int(FORWARDS.add(entry))], device="cpu"), entry)
 
 
 def _whole(module: "Planned", parts: Sequence[Tensor]) -> list[Tensor]:
@@ -203,12 +162,13 @@ def _backward(
     entry = FORWARDS.get(str(token.item()))
     if entry is None:
         raise UserError(
-            "what a compiled forward saved is gone: hooks for saved tensors, such as save_on_cpu, cannot copy it where "
-            f"{KEEPS}, or in groups; leave the hooks out"
+            "what a compiled forward saved is gone: where "
+            f"{KEEPS}, and in groups, hooks for saved tensors may copy tensors, but not keep their values alone; use "
+            "torch.autograd.graph.save_on_cpu, or leave the hooks out"
         )
     stage = entry.stage
     waits = any(linear.sink.waits for linear in stage.linears)  # then the product outlives the graph's buffers
-    tensors = [one.restore(sources, waits) if isinstance(one, View) else one for one in entry.tensors]
+    tensors = entry.restore(sources, waits)
     if waits and _may_share(stage.plan.gradient):
         dy = dy.clone()
     needs = stage.ordered((False, False, of_weights, of_biases))

@@ -6,13 +6,14 @@ A release that drops one of them breaks here, or in tests/state and tests/module
 import ctypes
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op, with_effects
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -85,6 +86,11 @@ def in_pipeline(methods: frozenset[str]) -> bool:
 def mark_effect(op: str) -> None:
     """Keep calls of an op in graphs that read none of its outputs, in their order."""
     _register_effectful_op(op, _EffectType.ORDERED)
+
+
+def define_effects_of(kind: type[Tensor], plain: Callable[[Sequence[Any]], list[Any]]) -> None:
+    """Let ops that are marked as effects take tensors of a class. `plain` replaces them in the arguments."""
+    with_effects.py_impl(kind)(lambda *arguments: with_effects(*plain(arguments)))
 
 
 def is_graph_recomputed() -> bool:

@@ -1,0 +1,124 @@
+"""What the forwards of opaque stages save for backward, outside of the graph: by the number in a token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from duotone.graph_ops import as_of_now
+from duotone.linear.core import LinearStage
+from duotone.linear.grouped import GroupedStage
+from duotone.numbered import Numbered
+from duotone.state.torch_private import define_effects_of
+from duotone.tensor.plane import same_memory
+
+
+class View(NamedTuple):
+    """A saved tensor that shares the memory of a source, by the source's index. Their elements are of one size."""
+
+    source: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: Tensor | None, sources: Sequence[Tensor]) -> "View | None":
+        """The view of the first source whose memory the tensor has. None if it has that of none."""
+        for i, source in enumerate(sources):
+            if tensor is not None and same_memory(tensor, source):
+                offset = int(tensor.storage_offset() - source.storage_offset())
+                return View(i, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        return None
+
+    def restore(self, sources: Sequence[Tensor], copies: bool) -> Tensor:
+        """The tensor, over the memory of its source or, `copies`, over new memory."""
+        source = sources[self.source].view(self.dtype)
+        tensor = source.as_strided(self.size, self.stride, source.storage_offset() + self.offset)
+        return tensor.clone() if copies else tensor
+
+
+class OnCpu(NamedTuple):
+    """A saved tensor that moved to the CPU."""
+
+    tensor: Tensor
+    device: torch.device
+
+    def restore(self, *_: object) -> Tensor:
+        """The tensor on its device."""
+        return self.tensor.to(self.device)
+
+
+@dataclass(eq=False)
+class ForBackward:
+    """What a forward saves for its backward. Not the tensors of the graph: compilers reuse their memory."""
+
+    stage: LinearStage | GroupedStage
+    shells: list[Any]
+    tensors: list[Tensor | View | OnCpu | None]
+
+    def to_cpu(self, *, pinned: bool) -> None:
+        """Move the tensors to memory of the CPU."""
+        for place, tensor in enumerate(self.tensors):
+            if isinstance(tensor, Tensor) and not tensor.is_cpu:
+                copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
+                self.tensors[place] = OnCpu(copy, tensor.device)
+
+    def restore(self, sources: Sequence[Tensor], copies: bool) -> list[Tensor | None]:
+        """The tensors as forward saved them. `copies`: nothing shares the memory of a source."""
+        return [one.restore(sources, copies) if isinstance(one, View | OnCpu) else one for one in self.tensors]
+
+
+FORWARDS: Numbered[ForBackward] = Numbered()
+"""By the number in the token of a forward. An entry lives as long as a graph holds the token or a copy of it."""
+
+
+class Token(Tensor):
+    """int64 (1,) on the CPU: the number of a forward in FORWARDS. Copies of it hold the entry too.
+
+    Hooks for saved tensors copy a token and drop it. Those of `save_on_cpu` call `cpu` or copy into pinned memory, and
+    what the forward saved moves to the CPU.
+    """
+
+    number: Tensor
+    entry: ForBackward
+
+    @staticmethod
+    def __new__(cls, number: Tensor, entry: ForBackward) -> "Token":
+        token = Tensor._make_subclass(cls, number)
+        token.number, token.entry = number, entry
+        return token
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The token. What the forward saved moves."""
+        self.entry.to_cpu(pinned=False)
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        token = next(each for each in args if isinstance(each, Token))
+        result = function(*plain(args), **(kwargs or {}))
+        if function is torch.ops.aten.copy_.default:
+            result.untyped_storage().attached = token.entry
+            if result.is_pinned():
+                token.entry.to_cpu(pinned=True)
+        return cls(result, token.entry) if function in COPIES else result
+
+
+aten = torch.ops.aten
+COPIES = aten.detach.default, aten.clone.default, aten._to_copy.default, as_of_now.default
+"""Ops whose result is a token too."""
+
+
+def plain(args: Sequence[Any]) -> list[Any]:
+    """Arguments with numbers for tokens."""
+    return [each.number if isinstance(each, Token) else each for each in args]
+
+
+define_effects_of(Token, plain)
