@@ -3,7 +3,8 @@
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, Protocol, TypeVar
 
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
@@ -30,6 +31,31 @@ class ByName:
 
     Of a dictionary, a trace only knows the entries at its first look.
     """
+
+
+class Holder(Protocol):
+    """Holds a value as `holder.__annotations__["value"]`."""
+
+    __annotations__: dict[str, Any]
+
+
+def without_guards(value: object) -> Holder:
+    """A holder whose value a trace reads without guards. So the value never changes.
+
+    It is a function: Dynamo compares no annotations of functions at later calls, but all that a trace reads of other
+    objects.
+    """
+
+    def holder() -> None:
+        """Not called."""
+
+    holder.__annotations__ = {"value": value}
+    return holder
+
+
+def with_guards(value: object) -> Holder:
+    """A holder whose value guards compare at each call."""
+    return SimpleNamespace(__annotations__={"value": value})
 
 
 def constant_in_traces(function: F) -> F:

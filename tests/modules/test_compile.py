@@ -14,7 +14,7 @@ import duotone
 from duotone import CustomRecipe, HybridQuantizer, IdentityQuantizer, recipes
 from duotone.compat import MXFP8Quantizer
 from duotone.linear.operand_plan import REENCODE_IN_GRAPH
-from duotone.planned.traced_stages import PLANS
+from duotone.planned.traced_stages import PLANS, template_of
 from duotone.recipes import Recipe
 from duotone.recipes.builtin import BUILTIN
 
@@ -121,7 +121,7 @@ def test_what_a_compiled_backward_encodes_again_has_the_bits_of_forward(name: st
             assert torch.equal(result, want)
     planner = compiled[0].plans
     start = f"{planner.config}_{getattr(planner.answered, recipe.key)}_{recipe.key}_"
-    plans = [value.stage.plan for name, value in vars(PLANS).items() if name.startswith(start)]
+    plans = [template_of(name).stage.plan for name in vars(PLANS) if name.startswith(start)]
     assert plans and all(plan.input.backward is REENCODE_IN_GRAPH for plan in plans)
 
 

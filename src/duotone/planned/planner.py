@@ -230,7 +230,7 @@ class Planner:
         name = traced_stages.plan_name(
             (config, getattr(self.answered, recipe.key), recipe.key, *grads, mode.value, *where)
         )
-        stage: PlannedStage = getattr(traced_stages.PLANS, name).stage
+        stage = traced_stages.template_of(name).stage
         if quantizer is not None and any(records_amaxes(weight) for weight in module.weights):
             if not isinstance(stage, LinearStage) or not quantizer.delayed[0]:
                 trace_errors.refuse_amaxes()
@@ -282,9 +282,9 @@ class Planner:
         """The mode and the eager stage of this module for a template. Delayed states then follow it."""
         module = self.module
         if name not in self.bound:
-            template: traced_stages.Template | None = getattr(traced_stages.PLANS, name, None)
-            if template is None:
+            if not hasattr(traced_stages.PLANS, name):
                 raise UserError(f"{title(module)}: its recipe is gone; keep it until the compiled backward ends")
+            template = traced_stages.template_of(name)
             plans = self.bind(template.stage.plan, template.group, template.mode)
             self.bound = {name: entry for name, entry in self.bound.items() if hasattr(traced_stages.PLANS, name)}
             self.bound[name] = template.mode, module.make_stage([LinearStage(each, GRADIENT) for each in plans])

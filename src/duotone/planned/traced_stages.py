@@ -21,7 +21,7 @@ from duotone.dispatch.produced_ops import Inputs, empty_produced, produced_plane
 from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, define_op
 from duotone.linear.layout import Layout
-from duotone.numbered import ByName, Numbered, constant_in_traces
+from duotone.numbered import ByName, Numbered, constant_in_traces, with_guards, without_guards
 from duotone.planned.trace_errors import leave_to_eager
 from duotone.recipes.recipe import drop_dead, keep_for_graphs, recipe_of
 from duotone.state import seeds
@@ -118,12 +118,17 @@ _ANSWERS: "weakref.WeakValueDictionary[Hashable, Answers]" = weakref.WeakValueDi
 _ANSWER_NUMBERS = itertools.count(1)
 
 PLANS = ByName()
-"""Stages of traced calls."""
+"""Templates of traced calls, in holders. A stage never changes, unless it has a quantizer of a user's class."""
 RECOMPUTED: set[str] = set()
 """Contents of modules whose compiled forward runs again in a backward. They stay, because graphs may stay."""
 
 _NAMES: dict[str, dict[tuple[str, ...], str]] = {}
 """For each content of modules: the names of its stages, by the key of their recipe and by name."""
+
+
+def template_of(name: str) -> Template:
+    """The template of a name in PLANS. AttributeError if no module has it any more."""
+    return cast(Template, getattr(PLANS, name).__annotations__["value"])
 
 
 def content(value: Hashable) -> str:
@@ -366,9 +371,11 @@ def plan_name(fields: tuple[Any, ...]) -> str:
         _forget_gone()
         _drop_dead(_NAMES.setdefault(key.config, {}))
         _NAMES[key.config][key.recipe, name] = name
-        setattr(PLANS, name, Template(stage, key.group, mode))
+        is_fixed = all(type(each) is Quantizer for each in alike[0].answers[key.recipe].values())
+        hold = without_guards if is_fixed else with_guards
+        setattr(PLANS, name, hold(Template(stage, key.group, mode)))
     for planner in alike:
-        seeds.warn_of_load(planner.module, getattr(PLANS, name).stage.plan.seeds)
+        seeds.warn_of_load(planner.module, template_of(name).stage.plan.seeds)
     return name
 
 
