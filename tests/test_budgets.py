@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 42743
+LIBRARY_LINES = 42836
 TOOL_LINES = 8355
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -42,14 +42,14 @@ BUDGETS = {
     "observe": (2332, 6, 0),
     "ops": (1497, 0, 0),
     "optim": (900, 3, 0),
-    "package": (392, 1, 0),
+    "package": (423, 2, 0),
     "pipeline": (1685, 15, 0),
-    "planned": (3888, 25, 1),
+    "planned": (3943, 25, 2),
     "recipes": (2032, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1731, 0, 0),
     "state": (2056, 13, 0),
-    "tensor": (3050, 17, 0),
+    "tensor": (3057, 17, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -80,9 +80,9 @@ def plan_of(m: duotone.Linear, x: torch.Tensor) -> str:
     m(x).sum().backward()
     torch.compile(m, backend="eager", fullgraph=True)(x)
     answers = getattr(m.plans.answered, m.recipe.key)
-    # Other tests may have called such modules with other gradients and dtypes.
-    call = f"{m.plans.config}_{answers}_{m.recipe.key}_False_True_record_cpu_torch_float32_"
-    return next(name for name in vars(PLANS) if name.startswith(call))
+    plan = f"{m.plans.config}_{answers}_{m.recipe.key}_False_True_record_cpu_torch~dfloat32__False__"
+    assert hasattr(PLANS, plan)
+    return plan
 
 
 @pytest.mark.parametrize("name", sorted(IN_BACKWARDS))

@@ -33,6 +33,11 @@ class ByName:
     """
 
 
+def attribute_name(words: str) -> str:
+    """`words` without the characters that Dynamo takes in no name of an attribute. Other words give another name."""
+    return words.replace("~", "~~").replace(".", "~d").replace(":", "~c")
+
+
 class Holder(Protocol):
     """Holds a value as `holder.__annotations__["value"]`."""
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import pickle
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -272,12 +273,32 @@ def test_what_a_compiled_forward_saved_is_there_also_if_hooks_copy_it(
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(m.parameters(), eager.parameters(), strict=True))
 
 
-def test_hooks_that_keep_only_values_are_refused_in_one_line() -> None:
+@pytest.mark.parametrize("form", ["transposed", "slice"])
+@pytest.mark.parametrize("hooks", ["copies", "save_on_cpu, pinned"])
+def test_what_shares_the_memory_of_an_input_is_there_if_hooks_copy_it_otherwise(form: str, hooks: str) -> None:
+    """A copy has other strides than a part of a wider tensor, and may have others than a transposed one."""
+    eager = linears("bf16")[0]
+    m = copy.deepcopy(eager)
+    m.compile(backend="aot_eager", fullgraph=True)
+    x = torch.randn(WIDTH, 2 * WIDTH).bfloat16()
+    x = x[:, :WIDTH] if form == "slice" else x[:, :WIDTH].t().contiguous().t()
+    for module in (m, eager):
+        with HOOKS[hooks]():
+            y = module(x, is_first_microbatch=True)
+        y.square().sum().backward()
+    assert torch.equal(m.weight.grad, eager.weight.grad)
+
+
+PACKS: list[Callable[[Tensor], object]] = [lambda x: x + 0, copy.deepcopy, pickle.dumps]
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_hooks_that_keep_only_values_are_refused_in_one_line(pack: Callable[[Tensor], object]) -> None:
     m = linears("mxfp8", delay_wgrad_compute=True)[0]
     m.compile(backend="aot_eager", fullgraph=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x + 0, lambda x: x):
-        y = m(torch.randn(WIDTH, WIDTH).bfloat16())
-    with pytest.raises(duotone.UserError, match="hooks for saved tensors"):
+    with pytest.raises(duotone.UserError, match="hooks for saved tensors may copy tensors, but not store"):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            y = m(torch.randn(WIDTH, WIDTH).bfloat16())
         y.sum().backward()
 
 

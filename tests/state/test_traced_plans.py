@@ -10,6 +10,7 @@ import duotone
 from duotone import CustomRecipe, Quantizer, formats, recipes
 from duotone.compat import IdentityQuantizer
 from duotone.planned import traced_stages as traced
+from duotone.planned.answers import _ANSWERS, shared
 
 
 def linear(recipe: recipes.Recipe) -> duotone.Linear:
@@ -43,7 +44,7 @@ def test_a_new_recipe_for_each_step_leaves_no_plans_behind() -> None:
 
 def test_a_new_recipe_for_each_trace_leaves_no_plans_behind() -> None:
     m = linear(recipes.load("bf16"))
-    before = len(traced._ANSWERS)
+    before = len(_ANSWERS)
     for step in range(13):
         if step == 12:
             gc.collect()
@@ -53,24 +54,32 @@ def test_a_new_recipe_for_each_trace_leaves_no_plans_behind() -> None:
         del recipe, delayed
     assert len(names_of(m.plans.config)) <= 2 and len(m.plans.answers) <= 2
     gc.collect()
-    assert len(traced._ANSWERS) <= before + 2
+    assert len(_ANSWERS) <= before + 2
 
 
-def test_the_plans_of_a_dropped_compiled_model_go_with_it() -> None:
+def test_the_plans_of_a_dropped_model_stay_until_many_others_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "MOST_GONE", 2)
     m = duotone.Linear(48, 16, recipe=recipes.load("mxfp8"))  # no other module of the suite has this content
     run = torch.compile(m, fullgraph=True, backend="aot_eager")
     run(torch.randn(32, 48)).sum().backward()
     config = m.plans.config
-    assert names_of(config)
     del m, run
     torch._dynamo.reset()
+    left = []
+    for width in (8, 24, 40):
+        gc.collect()
+        linear(recipes.load("bf16"))  # what is gone is seen when a module comes
+        left.append(bool(names_of(config)))
+        duotone.Linear(48, width, recipe=recipes.load("mxfp8"))
     gc.collect()
-    linear(recipes.load("bf16"))  # what is gone is forgotten when a module comes
-    assert not names_of(config) and config not in traced._NAMES and config not in traced._ALIKE
+    linear(recipes.load("bf16"))
+    assert left[0] and not names_of(config)
+    assert config not in traced._NAMES and config not in traced._ALIKE and config not in traced._GONE
 
 
-def test_the_last_module_of_a_content_takes_its_plans_along() -> None:
-    recipe = recipes.load("mxfp8")
+def test_the_last_module_of_a_content_takes_plans_of_a_users_quantizers_along() -> None:
+    """They hold objects of the user."""
+    recipe = CustomRecipe(qfactory=lambda role: class_with_values(1)(formats.get("mxfp8_e4m3")))
     one, other = linear(recipe), linear(recipe)
     config = one.plans.config
     assert other.plans.config == config
@@ -81,6 +90,14 @@ def test_the_last_module_of_a_content_takes_its_plans_along() -> None:
     other.save_original_input = True
     other.forget_plans()
     assert not names_of(config)
+
+
+def test_answers_that_changed_are_not_those_of_a_new_quantizer() -> None:
+    kind = class_with_values([1.0], [1.0])
+    one, other = kind(formats.get("mxfp8_e4m3")), kind(formats.get("mxfp8_e4m3"))
+    first = shared({"input": one})
+    one.more[0] = 4.0
+    assert shared({"input": other})["input"] is other and first["input"] is one
 
 
 def class_with_values(*values: object) -> type[Quantizer]:
@@ -117,7 +134,7 @@ def test_quantizers_of_a_class_of_the_user_are_equal_if_all_that_they_hold_is(
     """Dataclass equality compares the fields of Quantizer, and such a class may hold more."""
     one, other = map(class_with_values(*values), [formats.get("mxfp8_e4m3")] * 2)
     assert one == other
-    answers = [traced.shared({"input": quantizer}) for quantizer in (one, other)]
+    answers = [shared({"input": quantizer}) for quantizer in (one, other)]
     assert (answers[0] is answers[1]) == are_equal
 
 

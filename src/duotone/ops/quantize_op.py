@@ -14,7 +14,7 @@ from duotone.numbered import ByName, constant_in_traces
 from duotone.ops.basic import BasicOp
 from duotone.pipeline.op import TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
-from duotone.planned.traced_stages import content
+from duotone.planned.answers import content
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead, recipe_of
 from duotone.recipes.roles import ANYWHERE, QuantizerRole
 from duotone.state import seeds

@@ -20,9 +20,9 @@ from duotone.linear.grouped import GroupedStage
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plan import LinearPlan
 from duotone.pipeline.autograd import pack, unpack
-from duotone.pipeline.op import KEEPS, info_of
+from duotone.pipeline.op import info_of
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
-from duotone.planned.saved_forwards import FORWARDS, ForBackward, Token, View
+from duotone.planned.saved_forwards import FORWARDS, TAKES_NO_VALUES, ForBackward, Token, View
 from duotone.planned.traced_stages import planner_of
 from duotone.state.torch_private import mark_effect
 from duotone.tensor import QuantizedTensor
@@ -161,11 +161,7 @@ def _backward(
 ) -> list[Tensor]:
     entry = FORWARDS.get(str(token.item()))
     if entry is None:
-        raise UserError(
-            "what a compiled forward saved is gone: where "
-            f"{KEEPS}, and in groups, hooks for saved tensors may copy tensors, but not keep their values alone; use "
-            "torch.autograd.graph.save_on_cpu, or leave the hooks out"
-        )
+        raise UserError(TAKES_NO_VALUES)
     stage = entry.stage
     waits = any(linear.sink.waits for linear in stage.linears)  # then the product outlives the graph's buffers
     tensors = entry.restore(sources, waits)

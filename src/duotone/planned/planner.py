@@ -24,6 +24,7 @@ from duotone.pipeline.op import KEEPS, TensorInfo, is_distributed
 from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.pipeline.titles import title
 from duotone.planned import delayed_states, trace_errors, traced_stages
+from duotone.planned.answers import content, shared
 from duotone.planned.opaque_stage import OpaqueStage
 from duotone.planned.parametrizations import reads_without_effect, weights_of
 from duotone.planned.same_recipes import WRAPPED
@@ -206,7 +207,7 @@ class Planner:
             return ""
         shapes = tuple(None if p is None else tuple(p.shape) for p in module._parameters.values())
         options = module.module_type, module.num_gemms, module.save_original_input, module.layout
-        return traced_stages.content((type(module), shapes, *options))
+        return content((type(module), shapes, *options))
 
     def _traced(
         self,
@@ -220,15 +221,14 @@ class Planner:
         weight_dtype: torch.dtype,
     ) -> PlannedStage:
         """`stage` in a trace: all modules of this content share it."""
-        config = self.config
-        traced_stages.ask(config, recipe.key)
+        traced_stages.ask(self.config, recipe.key)
         if quantizer is not None and any(lacks_rowwise(weight) for weight in module.weights):
             trace_errors.refuse_recompute()
         input_held = "" if info.quantizer is None else info.quantizer.words
         formats = traced_stages.formats_of(quantizer)
         where = (info.place, str(info.dtype), group, weight_dtype is not info.dtype, formats, input_held)
         name = traced_stages.plan_name(
-            (config, getattr(self.answered, recipe.key), recipe.key, *grads, mode.value, *where)
+            (self.config, getattr(self.answered, recipe.key), recipe.key, *grads, mode.value, *where)
         )
         stage = traced_stages.template_of(name).stage
         if quantizer is not None and any(records_amaxes(weight) for weight in module.weights):
@@ -254,7 +254,7 @@ class Planner:
             drop_dead(vars(self.answered))
             self.answers[key] = ask_recipe(self.request(recipe))
         if not hasattr(self.answered, key):
-            self.answers[key] = answers = traced_stages.shared(self.answers[key])
+            self.answers[key] = answers = shared(self.answers[key])
             setattr(self.answered, key, answers.name)
         return self.answers[key]
 

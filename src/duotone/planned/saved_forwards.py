@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
 
+from duotone.errors import UserError
 from duotone.graph_ops import as_of_now
 from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage
 from duotone.numbered import Numbered
+from duotone.pipeline.op import KEEPS
 from duotone.state.torch_private import define_effects_of
 from duotone.tensor.plane import same_memory
 
@@ -19,6 +21,8 @@ class View(NamedTuple):
     """A saved tensor that shares the memory of a source, by the source's index. Their elements are of one size."""
 
     source: int
+    source_stride: tuple[int, ...]
+    """Of the source in forward. Hooks for saved tensors may hand out a copy with other strides."""
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -30,12 +34,16 @@ class View(NamedTuple):
         for i, source in enumerate(sources):
             if tensor is not None and same_memory(tensor, source):
                 offset = int(tensor.storage_offset() - source.storage_offset())
-                return View(i, tensor.dtype, tensor.size(), tensor.stride(), offset)
+                return View(i, source.stride(), tensor.dtype, tensor.size(), tensor.stride(), offset)
         return None
 
     def restore(self, sources: Sequence[Tensor], copies: bool) -> Tensor:
         """The tensor, over the memory of its source or, `copies`, over new memory."""
-        source = sources[self.source].view(self.dtype)
+        source = sources[self.source]
+        if source.stride() != self.source_stride:
+            strides = source.size(), self.source_stride
+            source = torch.empty_strided(*strides, dtype=source.dtype, device=source.device).copy_(source)
+        source = source.view(self.dtype)
         tensor = source.as_strided(self.size, self.stride, source.storage_offset() + self.offset)
         return tensor.clone() if copies else tensor
 
@@ -75,6 +83,12 @@ FORWARDS: Numbered[ForBackward] = Numbered()
 """By the number in the token of a forward. An entry lives as long as a graph holds the token or a copy of it."""
 
 
+TAKES_NO_VALUES = (
+    f"what a compiled forward saved is not in the graph: where {KEEPS}, and in groups, hooks for saved tensors may "
+    "copy tensors, but not store or compute with their values; use torch.autograd.graph.save_on_cpu, or no hooks"
+)
+
+
 class Token(Tensor):
     """int64 (1,) on the CPU: the number of a forward in FORWARDS. Copies of it hold the entry too.
 
@@ -90,6 +104,12 @@ class Token(Tensor):
         token = Tensor._make_subclass(cls, number)
         token.number, token.entry = number, entry
         return token
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise UserError(TAKES_NO_VALUES)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise UserError(TAKES_NO_VALUES)
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         """The token. What the forward saved moves."""

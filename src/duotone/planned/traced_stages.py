@@ -6,10 +6,8 @@ its seed, and the `handle` by which delayed scaling finds its states.
 """
 
 import gc
-import itertools
-import warnings
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -21,7 +19,8 @@ from duotone.dispatch.produced_ops import Inputs, empty_produced, produced_plane
 from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, define_op
 from duotone.linear.layout import Layout
-from duotone.numbered import ByName, Numbered, constant_in_traces, with_guards, without_guards
+from duotone.numbered import ByName, Numbered, attribute_name, constant_in_traces, with_guards, without_guards
+from duotone.planned.answers import Answers, shared, warn_of_identities
 from duotone.planned.trace_errors import leave_to_eager
 from duotone.recipes.recipe import drop_dead, keep_for_graphs, recipe_of
 from duotone.state import seeds
@@ -31,7 +30,6 @@ from duotone.state.region import AMAX_MODES, AmaxMode
 from duotone.state.rolling import roll_after
 from duotone.state.torch_private import mark_effect
 from duotone.tensor import QuantizedTensor
-from duotone.tensor.content import Uncompared
 from duotone.tensor.context import Slot
 from duotone.tensor.quantizer import TRACED, Quantizer, name_quantizer
 
@@ -78,22 +76,14 @@ class Key(NamedTuple):
     """The formats of a quantized input, or ""."""
 
 
-class Answers(dict[str, Quantizer]):
-    """What a recipe gave each slot of a module. Equal answers are one object, as long as a module has them."""
-
-    name: str
-    """A name that equal answers share."""
-
-    likeness: Hashable
-    """The same for answers that differ only in objects whose values are not compared."""
-
-
 class Template(NamedTuple):
     """A stage for all modules of one content, and how it reduces and records amaxes."""
 
     stage: "PlannedStage"
     group: str
     mode: AmaxMode
+    is_fixed: bool
+    """Whether the stage never changes under its name."""
 
 
 class OwnsSlots(Protocol):
@@ -111,29 +101,22 @@ _ALIKE: "dict[str, weakref.WeakSet[Planner]]" = {}
 _RECIPES: dict[str, dict[str, None]] = {}
 """For each content: the keys of the recipes that its graphs follow."""
 
-_CONTENTS: dict[Hashable, str] = {}
-"""Names of contents. They stay, so that a later model of the same kind finds the graphs of an earlier one."""
-
-_ANSWERS: "weakref.WeakValueDictionary[Hashable, Answers]" = weakref.WeakValueDictionary()
-_ANSWER_NUMBERS = itertools.count(1)
-
 PLANS = ByName()
-"""Templates of traced calls, in holders. A stage never changes, unless it has a quantizer of a user's class."""
+"""Templates of traced calls, in holders. Guards compare those with quantizers that are not fixed."""
 RECOMPUTED: set[str] = set()
 """Contents of modules whose compiled forward runs again in a backward. They stay, because graphs may stay."""
 
 _NAMES: dict[str, dict[tuple[str, ...], str]] = {}
 """For each content of modules: the names of its stages, by the key of their recipe and by name."""
 
+MOST_GONE = 64
+_GONE: dict[str, None] = {}
+"""The newest contents that no module has any more. Fixed stages stay, for graphs that an equal model finds again."""
+
 
 def template_of(name: str) -> Template:
     """The template of a name in PLANS. AttributeError if no module has it any more."""
     return cast(Template, getattr(PLANS, name).__annotations__["value"])
-
-
-def content(value: Hashable) -> str:
-    """A name that equal values share in this process."""
-    return _CONTENTS.setdefault(value, str(len(_CONTENTS) + 1))
 
 
 def formats_of(quantizer: Quantizer | None) -> str:
@@ -144,38 +127,6 @@ def formats_of(quantizer: Quantizer | None) -> str:
     if quantizer is None:
         return ""
     return quantizer.words if type(quantizer) is Quantizer else f"{quantizer.words}/subclass"
-
-
-def shared(answers: Mapping[str, Quantizer]) -> Answers:
-    """The answers, as one object with all that are equal."""
-    key = tuple((slot, quantizer.content) for slot, quantizer in answers.items())
-    result = _ANSWERS.get(key)
-    if result is None:
-        result = _ANSWERS[key] = Answers(answers)
-        result.name, result.likeness = str(next(_ANSWER_NUMBERS)), _likeness(key)
-    return result
-
-
-def _likeness(word: Hashable) -> Hashable:
-    if isinstance(word, Uncompared):
-        return word.kind
-    return tuple(map(_likeness, word)) if type(word) is tuple else word
-
-
-def _warn_of_identities(answers: Iterable[Answers]) -> None:
-    """Warn if answers for modules of one content differ in nothing but objects that are not compared."""
-    first: dict[Hashable, Answers] = {}
-    for each in answers:
-        other = first.setdefault(each.likeness, each)
-        if other is not each:
-            pairs = zip(each.values(), other.values(), strict=True)
-            kind = next(type(one).__name__ for one, same in pairs if one.content != same.content)
-            warnings.warn(
-                f"quantizers of class {kind} hold objects that are not compared, such as tensors, so each layer "
-                "compiles by itself, and torch gives up after 8; hold numbers, strings, lists and dicts, or share one "
-                "quantizer",
-                stacklevel=2,
-            )
 
 
 def numbered(owner: OwnsSlots) -> tuple[str, Tensor]:
@@ -290,15 +241,25 @@ def move(planner: "Planner", old: str, new: str) -> None:
         _ALIKE[old].discard(planner)
     if new:
         _ALIKE.setdefault(new, weakref.WeakSet()).add(planner)
+        _GONE.pop(new, None)
     _forget_gone()
 
 
 def _forget_gone() -> None:
-    """Forget contents that no module has any more, and their stages."""
+    """Forget contents that no module has any more, and their stages, but for fixed stages of the newest MOST_GONE."""
     for config in [config for config, planners in list(_ALIKE.items()) if next(iter(planners), None) is None]:
         _ALIKE.pop(config, None)
-        for name in _NAMES.pop(config, {}).values():
-            delattr(PLANS, name)
+        names = _NAMES.get(config, {})
+        _forget(names, [key for key in names if not template_of(names[key]).is_fixed])
+        _GONE[config] = None
+    for config in list(_GONE)[:-MOST_GONE]:
+        del _GONE[config]
+        _forget(names := _NAMES.pop(config, {}), list(names))
+
+
+def _forget(names: dict[tuple[str, ...], str], keys: Iterable[tuple[str, ...]]) -> None:
+    for key in keys:
+        delattr(PLANS, names.pop(key))
 
 
 @constant_in_traces
@@ -311,7 +272,7 @@ def ask(config: str, recipe: str) -> bool:
     keep_for_graphs(recipe)
     _RECIPES.setdefault(config, {})[recipe] = None
     answers = [answer(planner, recipe) for planner in list(_ALIKE[config])]
-    _warn_of_identities([each for each in answers if isinstance(each, Answers)])
+    warn_of_identities([each for each in answers if isinstance(each, Answers)])
     return True
 
 
@@ -347,7 +308,7 @@ def plan_name(fields: tuple[Any, ...]) -> str:
     is_tracing = TracingContext.try_get() is not None  # code behind a broken graph calls this too
     if is_tracing and is_trace_recomputed():
         RECOMPUTED.add(key.config)
-    name = "_".join(map(str, key)).replace(".", "_").replace(":", "_")  # names of attributes contain neither
+    name = attribute_name("_".join(map(str, key)))
     owners = _owners(key.config)  # keeps them alive meanwhile
     same = [planner for planner, owner in owners.items() if owner is not None]
     alike = [planner for planner in same if vars(planner.answered).get(key.recipe) == key.answers]
@@ -371,9 +332,8 @@ def plan_name(fields: tuple[Any, ...]) -> str:
         _forget_gone()
         _drop_dead(_NAMES.setdefault(key.config, {}))
         _NAMES[key.config][key.recipe, name] = name
-        is_fixed = all(type(each) is Quantizer for each in alike[0].answers[key.recipe].values())
-        hold = without_guards if is_fixed else with_guards
-        setattr(PLANS, name, hold(Template(stage, key.group, mode)))
+        is_fixed = shared(planner.answers[key.recipe]).is_fixed
+        setattr(PLANS, name, (without_guards if is_fixed else with_guards)(Template(stage, key.group, mode, is_fixed)))
     for planner in alike:
         seeds.warn_of_load(planner.module, template_of(name).stage.plan.seeds)
     return name
@@ -391,7 +351,6 @@ def _owners(config: str) -> dict["Planner", "Planned | None"]:
 
 
 def _drop_dead(names: dict[tuple[str, ...], str]) -> None:
-    before = dict(names)
-    drop_dead(names)
-    for key in before.keys() - names.keys():
-        delattr(PLANS, before[key])
+    living = dict(names)
+    drop_dead(living)
+    _forget(names, names.keys() - living.keys())

@@ -13,7 +13,7 @@ from duotone.dispatch.stages import stages_for
 from duotone.errors import UserError
 from duotone.formats import IDENTITY, Format, get
 from duotone.formats.elements import Stages
-from duotone.numbered import ByName, constant_in_traces
+from duotone.numbered import ByName, attribute_name, constant_in_traces
 from duotone.tensor.content import WithContent
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.history import History
@@ -67,6 +67,13 @@ class Quantizer(WithContent):
     def content(self) -> Hashable:
         """A value that equal quantizers share: the quantizer, or all attributes of a user's class."""
         return self if type(self) is Quantizer else super().content
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it holds no class, object or function of a user, which may change."""
+        formats = [fmt for fmt in (self.rowwise, self.columnwise) if fmt is not None]
+        parameters = () if self.history is None else vars(self.history).values()
+        return type(self) is Quantizer and all(fmt.node_name for fmt in formats) and not any(map(callable, parameters))
 
     @property
     def is_stochastic(self) -> bool:
@@ -312,8 +319,8 @@ TRACED = ByName()
 
 @constant_in_traces
 def name_quantizer(words: str) -> str:
-    """Returns `words`, the name in `TRACED` of the quantizer that they stand for, without a history."""
-    row, col, source = words.split("/")
-    if not hasattr(TRACED, words):
-        setattr(TRACED, words, Quantizer(get(row) if row else None, get(col) if col else None, source))
-    return words
+    """The name in `TRACED` of the quantizer that `words` stand for, without a history."""
+    (row, col, source), name = words.split("/"), attribute_name(words)
+    if not hasattr(TRACED, name):
+        setattr(TRACED, name, Quantizer(get(row) if row else None, get(col) if col else None, source))
+    return name
