@@ -82,8 +82,8 @@ class Template(NamedTuple):
     stage: "PlannedStage"
     group: str
     mode: AmaxMode
-    is_fixed: bool
-    """Whether the stage never changes under its name."""
+    stays: bool
+    """Whether it serves later models. A process group may be another one under its name by then."""
 
 
 class OwnsSlots(Protocol):
@@ -111,7 +111,7 @@ _NAMES: dict[str, dict[tuple[str, ...], str]] = {}
 
 MOST_GONE = 64
 _GONE: dict[str, None] = {}
-"""The newest contents that no module has any more. Fixed stages stay, for graphs that an equal model finds again."""
+"""The newest contents that no module has any more. Stages stay for graphs that an equal model finds again."""
 
 
 def template_of(name: str) -> Template:
@@ -246,11 +246,11 @@ def move(planner: "Planner", old: str, new: str) -> None:
 
 
 def _forget_gone() -> None:
-    """Forget contents that no module has any more, and their stages, but for fixed stages of the newest MOST_GONE."""
+    """Forget contents that no module has any more, and their stages, but for some of the newest MOST_GONE."""
     for config in [config for config, planners in list(_ALIKE.items()) if next(iter(planners), None) is None]:
         _ALIKE.pop(config, None)
         names = _NAMES.get(config, {})
-        _forget(names, [key for key in names if not template_of(names[key]).is_fixed])
+        _forget(names, [key for key in names if not template_of(names[key]).stays])
         _GONE[config] = None
     for config in list(_GONE)[:-MOST_GONE]:
         del _GONE[config]
@@ -333,7 +333,8 @@ def plan_name(fields: tuple[Any, ...]) -> str:
         _drop_dead(_NAMES.setdefault(key.config, {}))
         _NAMES[key.config][key.recipe, name] = name
         is_fixed = shared(planner.answers[key.recipe]).is_fixed
-        setattr(PLANS, name, (without_guards if is_fixed else with_guards)(Template(stage, key.group, mode, is_fixed)))
+        stays = is_fixed and not (key.group or stage.plan.layout.group)
+        setattr(PLANS, name, (without_guards if is_fixed else with_guards)(Template(stage, key.group, mode, stays)))
     for planner in alike:
         seeds.warn_of_load(planner.module, template_of(name).stage.plan.seeds)
     return name
