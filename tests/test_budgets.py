@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 42837
+LIBRARY_LINES = 42842
 TOOL_LINES = 8355
 BANNED = frozenset(
     "made given found there kept own held taken known done told gone asked wanted arrived mine said thing".split()
@@ -44,7 +44,7 @@ BUDGETS = {
     "optim": (900, 3, 0),
     "package": (423, 2, 0),
     "pipeline": (1685, 15, 0),
-    "planned": (3944, 25, 2),
+    "planned": (3949, 25, 2),
     "recipes": (2032, 6, 0),
     "report": (1745, 0, 0),
     "serving": (1731, 0, 0),

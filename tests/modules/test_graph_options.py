@@ -289,7 +289,7 @@ def test_what_shares_the_memory_of_an_input_is_there_if_hooks_copy_it_otherwise(
     assert torch.equal(m.weight.grad, eager.weight.grad)
 
 
-PACKS: list[Callable[[Tensor], object]] = [lambda x: x + 0, copy.deepcopy, pickle.dumps]
+PACKS: list[Callable[[Tensor], object]] = [lambda x: x + 0, lambda x: torch.stack([x]), copy.deepcopy, pickle.dumps]
 
 
 @pytest.mark.parametrize("pack", PACKS)

@@ -227,21 +227,37 @@ def test_formats_whose_names_differ_in_a_dot_have_stages_of_their_own(monkeypatc
         assert torch.equal(whole(Quantizer(fmt, fmt), x), m(quantized))
 
 
-@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "nvfp4"])
-def test_guards_compare_nothing_of_what_a_stage_holds(name: str) -> None:
-    """They took 0.2 ms of the host a call. What is left: functions, modules, and constants of one linear."""
-    m = duotone.Linear(WIDTH, WIDTH, bias=False, recipe=recipes.load(name))
+def guards_of(function: nn.Module, x: Tensor) -> list[str]:
+    """What guards of a compiled call compare."""
     guards: list[str] = []
 
     def look(entries: Sequence[Any]) -> list[bool]:
         guards.extend(entry.name for entry in entries)
         return [True] * len(entries)
 
-    compiled = torch.compile(m, backend="aot_eager", options={"guard_filter_fn": look})
-    compiled(torch.randn(32, WIDTH, requires_grad=True)).sum().backward()
+    torch.compile(function, backend="aot_eager", options={"guard_filter_fn": look})(x).sum().backward()
+    return guards
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "nvfp4"])
+def test_guards_compare_nothing_of_what_a_stage_holds(name: str) -> None:
+    """What is left: functions, modules, and constants of one linear."""
+    m = duotone.Linear(WIDTH, WIDTH, bias=False, recipe=recipes.load(name))
+    guards = guards_of(m, torch.randn(32, WIDTH, requires_grad=True))
     assert guards
     assert not [guard for guard in guards if "__annotations__" in guard]
-    assert len(guards) < 340  # 230 to 313 on 2026-11-28 with torch 2.11 and 2.13, and 450 to 940 with all of a stage
+    assert len(guards) < 340  # 230 to 313 with torch 2.11 and 2.13; 450 to 940 with all that a stage holds
+
+
+def test_guards_compare_a_stage_that_reads_an_input_in_a_format_of_a_users_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "_FORMATS", dict(registry._FORMATS))
+    base = duotone.formats.get("mxfp8_e4m3")
+    fmt = duotone.formats.register(Clamped("clamped_input", base.element, base.block, base.rule))
+    m = duotone.Linear(WIDTH, WIDTH, recipe=recipes.load("bf16"))
+    guards = guards_of(m, Quantizer(fmt, fmt).quantize(torch.randn(32, WIDTH)))
+    assert [guard for guard in guards if "__annotations__" in guard]
 
 
 def test_quantizers_that_hold_tensors_compile_layer_by_layer_and_say_so() -> None:

@@ -15,9 +15,6 @@ class Answers(dict[str, Quantizer]):
     name: str
     """A name that equal answers share. Later ones share it too if all are fixed."""
 
-    is_fixed: bool
-    """Whether all quantizers are, see `Quantizer.is_fixed`."""
-
     likeness: Hashable
     """The same for answers that differ only in objects whose values are not compared."""
 
@@ -41,7 +38,7 @@ def shared(answers: Mapping[str, Quantizer]) -> Answers:
     result = _ANSWERS.get(key)
     if result is None or not (is_fixed or _values_of(result) == key):  # what a user's object holds may change
         result = _ANSWERS[key] = Answers(answers)
-        result.is_fixed, result.likeness = is_fixed, _likeness(key)
+        result.likeness = _likeness(key)
         result.name = content(key) if is_fixed else f"n{next(_ANSWER_NUMBERS)}"
     return result
 

@@ -16,6 +16,8 @@ from duotone.pipeline.op import KEEPS
 from duotone.state.torch_private import define_effects_of
 from duotone.tensor.plane import same_memory
 
+aten = torch.ops.aten
+
 
 class View(NamedTuple):
     """A saved tensor that shares the memory of a source, by the source's index. Their elements are of one size."""
@@ -82,7 +84,6 @@ class ForBackward:
 FORWARDS: Numbered[ForBackward] = Numbered()
 """By the number in the token of a forward. An entry lives as long as a graph holds the token or a copy of it."""
 
-
 TAKES_NO_VALUES = (
     f"what a compiled forward saved is not in the graph: where {KEEPS}, and in groups, hooks for saved tensors may "
     "copy tensors, but not store or compute with their values; use torch.autograd.graph.save_on_cpu, or no hooks"
@@ -122,16 +123,17 @@ class Token(Tensor):
     def __torch_dispatch__(
         cls, function: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        token = next(each for each in args if isinstance(each, Token))
+        token = next((each for each in args if isinstance(each, Token)), None)
+        if token is None:  # it is in a list
+            raise UserError(TAKES_NO_VALUES)
         result = function(*plain(args), **(kwargs or {}))
-        if function is torch.ops.aten.copy_.default:
+        if function is aten.copy_.default:
             result.untyped_storage().attached = token.entry
             if result.is_pinned():
                 token.entry.to_cpu(pinned=True)
         return cls(result, token.entry) if function in COPIES else result
 
 
-aten = torch.ops.aten
 COPIES = aten.detach.default, aten.clone.default, aten._to_copy.default, as_of_now.default
 """Ops whose result is a token too."""
 

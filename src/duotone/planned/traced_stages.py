@@ -249,17 +249,20 @@ def _forget_gone() -> None:
     """Forget contents that no module has any more, and their stages, but for some of the newest MOST_GONE."""
     for config in [config for config, planners in list(_ALIKE.items()) if next(iter(planners), None) is None]:
         _ALIKE.pop(config, None)
-        names = _NAMES.get(config, {})
-        _forget(names, [key for key in names if not template_of(names[key]).stays])
+        _forget(config, [key for key, name in _NAMES.get(config, {}).items() if not template_of(name).stays])
         _GONE[config] = None
     for config in list(_GONE)[:-MOST_GONE]:
         del _GONE[config]
-        _forget(names := _NAMES.pop(config, {}), list(names))
+        _forget(config, list(_NAMES.get(config, {})))
 
 
-def _forget(names: dict[tuple[str, ...], str], keys: Iterable[tuple[str, ...]]) -> None:
+def _forget(config: str, keys: Iterable[tuple[str, ...]]) -> None:
+    """Forget stages of a content, by their keys in `_NAMES`."""
+    names = _NAMES.get(config, {})
     for key in keys:
         delattr(PLANS, names.pop(key))
+    if not names:
+        _NAMES.pop(config, None)
 
 
 @constant_in_traces
@@ -330,9 +333,10 @@ def plan_name(fields: tuple[Any, ...]) -> str:
                 leave_to_eager(planner, recipe_of(key.recipe), call._replace(is_traced=False), mode, error)
             raise
         _forget_gone()
-        _drop_dead(_NAMES.setdefault(key.config, {}))
-        _NAMES[key.config][key.recipe, name] = name
-        is_fixed = shared(planner.answers[key.recipe]).is_fixed
+        _drop_dead(key.config)
+        _NAMES.setdefault(key.config, {})[key.recipe, name] = name
+        quantizers = *planner.answers[key.recipe].values(), *stage.plan.quantizers.values()
+        is_fixed = all(quantizer.is_fixed for quantizer in quantizers)
         stays = is_fixed and not (key.group or stage.plan.layout.group)
         setattr(PLANS, name, (without_guards if is_fixed else with_guards)(Template(stage, key.group, mode, stays)))
     for planner in alike:
@@ -351,7 +355,9 @@ def _owners(config: str) -> dict["Planner", "Planned | None"]:
     return {planner: planner.owner() for planner in planners}
 
 
-def _drop_dead(names: dict[tuple[str, ...], str]) -> None:
+def _drop_dead(config: str) -> None:
+    """Forget stages of a content whose recipes no longer exist."""
+    names = _NAMES.get(config, {})
     living = dict(names)
     drop_dead(living)
-    _forget(names, names.keys() - living.keys())
+    _forget(config, names.keys() - living.keys())
