@@ -68,6 +68,8 @@ class ExportedWeight:
     master: Tensor | None = None
     amax: Tensor | None = None
     input_amax: Tensor | None = None
+    dtype: torch.dtype | None = None
+    """The dtype in which training encodes the weight. The values are cast to it first. None: they are as they are."""
     is_rounded: bool = False
     """Whether the weight has the values of planes."""
     notes: list[Note] = field(default_factory=list[Note])
@@ -111,13 +113,13 @@ class ExportedWeight:
         return torch.stack(amaxes).amax().reshape(1)
 
     def rows(self) -> Iterator[Tensor]:
-        """The most precise values of the weight, some rows at a time, with whole blocks of every format."""
+        """The values that are encoded, some rows at a time, with whole blocks of every format."""
         weight = self.weight if self.master is None else self.master
-        return (plain(rows) for rows in split_rows(weight.detach(), 128))
+        return (plain(rows).to(dtype=self.dtype) for rows in split_rows(weight.detach(), 128))
 
     def sources(self) -> Iterator[object]:
         """Everything that decides the stored bytes."""
-        yield self.scheme.name, self.format.name, self.source
+        yield self.scheme.name, self.format.name, self.source, self.dtype
         weight = self.weight if self.master is None else self.master
         parts = weight.parts if isinstance(weight, QuantizedTensor) else [weight]
         yield from (t for t in (self.amax, self.input_amax, *parts) if t is not None)

@@ -33,6 +33,7 @@ from duotone.serving.selection import (
     scheme_of_recipe,
     selected_weights,
     unwrapped,
+    warn_of_unknown_dtype,
     why_none,
 )
 from duotone.serving.stored_tensors import (
@@ -49,7 +50,7 @@ COMPILE_FROM = 1 << 28
 """With so many parameters, compiled casts on a CPU save more time than the compiler takes. It also takes 130 MiB."""
 
 
-def export(
+def export(  # noqa: PLR0913 (one argument for each option)
     model: nn.Module,
     path: str | Path,
     *,
@@ -59,6 +60,7 @@ def export(
     calibrate: Callable[[], object] | None = None,
     allow_requantize: bool = False,
     max_shard_bytes: int = 5 * 2**30,
+    dtype: torch.dtype | None = None,
 ) -> ExportReport:
     """Write a model to a folder in the layout of compressed-tensors, which vLLM, SGLang and transformers read.
 
@@ -68,13 +70,16 @@ def export(
     - Planes that agree with the scheme are written as they are. Other weights are encoded from `masters`, by full
       parameter name, or from weights in high precision. Planes of another format are encoded a second time only with
       `allow_requantize`. The report has the errors.
+    - The codes are those that training multiplied: a weight in high precision, or its master, is cast to `dtype` first.
+      None stands for what a forward here would read: the dtype of torch.autocast around the call, else that of the
+      weight. A warning appears for fp32, because no weight tells whether training cast it.
     - Linears that servers fuse share one NVFP4 global scale.
     - `calibrate` runs the model on real data, for the static scales of activations of "FP8" and "NVFP4".
 
     Only some rows of a weight are in memory at a time. An old folder is replaced at the end. If the process dies, the
     next export of the same values continues after the last whole shard. A UserError comes before anything is written.
     """
-    options = ExportOptions(scheme, ignore, masters, calibrate, allow_requantize, max_shard_bytes)
+    options = ExportOptions(scheme, ignore, masters, calibrate, allow_requantize, max_shard_bytes, dtype)
     return write_export(model, path, options)
 
 
@@ -88,6 +93,7 @@ class ExportOptions:
     calibrate: Callable[[], object] | None = None
     allow_requantize: bool = False
     max_shard_bytes: int = 5 * 2**30
+    dtype: torch.dtype | None = None
 
 
 def write_export(
@@ -104,8 +110,8 @@ def write_export(
     require_masters(masters)
     if not isinstance(ignore, Collection) or not all(isinstance(pattern, str) for pattern in ignore):
         raise UserError(f"ignore is {ignore!r}; give a list of names or globs")
-    weights = {} if scheme is None else selected_weights(model, scheme, ignore, masters, names)
-    refuse_arguments(model, weights, masters, ignore)
+    weights = {} if scheme is None else selected_weights(model, scheme, ignore, masters, names, options.dtype)
+    refuse_arguments(model, weights, masters, ignore, options.dtype)
     if not isinstance(options.max_shard_bytes, int | float) or not options.max_shard_bytes > 0:
         raise UserError(f"max_shard_bytes is {options.max_shard_bytes!r}; give a number above 0")
     if scheme is not None and not weights:
@@ -125,6 +131,7 @@ def write_export(
         linear.refuse_source(options.allow_requantize)
     items = list(_items(model, weights, names))
     ignored = _ignored(model, weights, items, names)
+    warn_of_unknown_dtype(weights, options.dtype)
     _warn_of_mixes([linear.name for linear in linears.values()], ignored)
     config = _config(model, scheme, ignored)
     is_small = sum(parameter.numel() for parameter in model.parameters()) < COMPILE_FROM

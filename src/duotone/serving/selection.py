@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import Tensor, nn
 
 from duotone import formats
@@ -14,6 +15,7 @@ from duotone.conversion.left_alone import left_alone
 from duotone.conversion.transposed import is_transposed
 from duotone.errors import UserError
 from duotone.formats import IDENTITY, Format
+from duotone.pipeline.op import CAST, info_of
 from duotone.planned.planned import Planned
 from duotone.serving.exported_weight import ExportedWeight
 from duotone.serving.schemes import Scheme, scheme_for
@@ -26,9 +28,18 @@ Weights = dict[str, ExportedWeight | ExportedExperts]
 
 
 def selected_weights(
-    model: nn.Module, scheme: Scheme, ignore: Sequence[str], masters: Mapping[str, Tensor], names: StoredNames
+    model: nn.Module,
+    scheme: Scheme,
+    ignore: Sequence[str],
+    masters: Mapping[str, Tensor],
+    names: StoredNames,
+    dtype: torch.dtype | None,
 ) -> Weights:
-    """The weights that are stored quantized, by the full name of the parameter."""
+    """The weights that are stored quantized, by the full name of the parameter.
+
+    A weight in high precision is encoded from `dtype`. None stands for what a forward at the place of this call reads:
+    the dtype of torch.autocast, else that of the weight.
+    """
     others, outputs = left_alone(model), heads(model)
     weights: Weights = {}
     refused: dict[str, nn.Module] = {}
@@ -44,7 +55,9 @@ def selected_weights(
             encoder = scheme.format if fmt is None else _encoder(fmt, scheme)
             is_linear = parameter.dim() == 2
             stored = stored_name(names, name).removesuffix(".weight") if is_linear else name
-            weight = ExportedWeight(stored, parameter, scheme, encoder, masters.get(name))
+            is_plain = not isinstance(parameter, QuantizedTensor)
+            read = (dtype or info_of(parameter).dtype) if is_plain else None
+            weight = ExportedWeight(stored, parameter, scheme, encoder, masters.get(name), dtype=read)
             weights[name] = weight if is_linear else ExportedExperts(weight, names)
             if is_linear and not isinstance(module, nn.Linear):
                 refused[owner] = module
@@ -197,8 +210,28 @@ def refuse_model(model: nn.Module) -> None:
             raise UserError(f"{name} is {tensor.dtype}, which safetensors does not store; give it another dtype")
 
 
-def refuse_arguments(model: nn.Module, weights: Weights, masters: Mapping[str, Tensor], ignore: Sequence[str]) -> None:
-    """UserError for names that the model, or the export, does not have."""
+def warn_of_unknown_dtype(weights: Weights, given: torch.dtype | None) -> None:
+    """Warn if fp32 weights are encoded, and no dtype was `given`: a model does not tell whether training cast them."""
+    wide = [name for name, weight in weights.items() if weight.dtype is torch.float32]
+    if wide and given is None:
+        others = f" and {len(wide) - 1} others are" if len(wide) > 1 else " is"
+        warnings.warn(
+            f"{wide[0]}{others} encoded from fp32; if torch.autocast or FSDP cast weights in training, other codes "
+            "were trained: give dtype=torch.bfloat16, else dtype=torch.float32",
+            stacklevel=4,
+        )
+
+
+def refuse_arguments(
+    model: nn.Module,
+    weights: Weights,
+    masters: Mapping[str, Tensor],
+    ignore: Sequence[str],
+    dtype: torch.dtype | None,
+) -> None:
+    """UserError for names that the model, or the export, does not have, and for a dtype that no weight is cast to."""
+    if dtype not in (None, *CAST):
+        raise UserError(f"dtype is {dtype!r}; give one of {', '.join(map(str, CAST))}, in which training read weights")
     unknown = set(masters) - weights.keys()
     if unknown:
         raise UserError(f"masters has {min(unknown)!r}, which is no weight that is exported quantized")

@@ -99,6 +99,11 @@ class ExportedExperts:
         return self.like.scheme
 
     @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype in which training encodes the linears."""
+        return self.like.dtype
+
+    @property
     def reason_unfit(self) -> str:
         """Why the scheme cannot serve the shape of some linear, or ""."""
         pieces = self._pieces(torch.empty(self.like.weight.shape, device="meta")).values()
