@@ -175,7 +175,9 @@ def test_fused_linears_share_one_global_scale_from_high_precision(tmp_path) -> N
 def test_a_wrapped_model_is_stored_under_its_own_names(tmp_path) -> None:
     """Servers know no `_orig_mod` and no `module`, and would leave the weights at random."""
     model = toy()
-    for name, wrapped in (("x", model), ("y", torch.compile(model)), ("z", nn.DataParallel(model))):
+    average = torch.optim.swa_utils.AveragedModel(nn.DataParallel(model))
+    models = {"x": model, "y": torch.compile(model), "z": nn.DataParallel(model), "average": average}
+    for name, wrapped in models.items():
         export(wrapped, tmp_path / name, "MXFP8")
         files = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("x", name)]
         configs = [(tmp_path / folder / "config.json").read_text() for folder in ("x", name)]
@@ -264,7 +266,7 @@ def test_planes_of_another_format_are_encoded_again_only_if_allowed(tmp_path) ->
 
 def test_heads_rules_and_ignored_linears_are_bf16_and_listed(tmp_path) -> None:
     rule = duotone.recipes.Rule(module="layers.1.*", format="identity")
-    model = duotone.convert(toy(), "mxfp8", rules=(*duotone.recipes.OUTPUT_HEAD, rule))
+    model = duotone.convert(toy(), "mxfp8", rules=[rule])
     report = export(model, tmp_path / "x", ignore=("*.down_proj",))
     saved = load_file(tmp_path / "x" / "model.safetensors")
     config = json.loads((tmp_path / "x" / "config.json").read_text())["quantization_config"]
@@ -508,7 +510,7 @@ def test_a_failure_leaves_the_old_files_and_nothing_else(tmp_path, monkeypatch) 
         exported_weight.ExportedWeight, "original", exported_weight.ExportedWeight.tensors, raising=False
     )
     monkeypatch.setattr(exported_weight.ExportedWeight, "tensors", fail)
-    with pytest.raises(duotone.UserError, match=r"cannot export to .*x \(no space left on device\); make room"):
+    with pytest.raises(duotone.UserError, match=r"cannot export to .*x \(no space left on device\): make room"):
         export(toy(), tmp_path / "x", "FP8_DYNAMIC")
     assert {file.name: file.read_bytes() for file in (tmp_path / "x").iterdir()} == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]

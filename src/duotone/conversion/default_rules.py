@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from duotone.conversion.naming import clean, named_modules
+from duotone.conversion.naming import named_modules
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import OUTPUT_HEAD, Rule, first_match
@@ -159,29 +159,22 @@ def _place(name: str) -> str:
 
 def _named(model: nn.Module) -> dict[str, str]:
     """The last linear registered directly in the root, or in its only wrapper, if it has the name of a head."""
-    name, root = _unwrapped(model)
-    linears = [child for child, module in root.named_children() if isinstance(module, nn.Linear)]
-    if not linears or linears[-1] not in NAMES or name.lower().endswith(PARTS):
+    root, names = _unwrapped(model), {module: name for name, module in named_modules(model)}
+    linears = [(child, module) for child, module in root.named_children() if isinstance(module, nn.Linear)]
+    if root not in names or not linears or linears[-1][0] not in NAMES or names[root].lower().endswith(PARTS):
         return {}
-    full = clean(f"{name}.{linears[-1]}" if name else linears[-1])
-    return {full: f"it is the last linear of the model and is called {linears[-1]}"}
+    child, head = linears[-1]
+    return {names[head]: f"it is the last linear of the model and is called {child}"}
 
 
-def _unwrapped(model: nn.Module) -> tuple[str, nn.Module]:
+def _unwrapped(root: nn.Module) -> nn.Module:
     """The module inside of wrappers (DistributedDataParallel, a compiled module...), which hold one module each."""
-    name, root = "", model
-    while True:
-        children = [
-            (child, module) for child, module in root.named_children() if any(True for _ in module.parameters())
-        ]
-        if (
-            any(True for _ in root.parameters(recurse=False))
-            or len(children) != 1
-            or isinstance(children[0][1], nn.Linear)
-        ):
-            return name, root
-        child, root = children[0]
-        name = f"{name}.{child}" if name else child
+    while not any(True for _ in root.parameters(recurse=False)):
+        children = [module for module in root.children() if any(True for _ in module.parameters())]
+        if len(children) != 1 or isinstance(children[0], nn.Linear):
+            break
+        root = children[0]
+    return root
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,23 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
 
 from duotone.errors import UserError
 from duotone.recipes.roles import Site
 
 WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module"}
 """The child of a module that `torch.compile` or torch's `checkpoint_wrapper` made."""
+
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
+"""Classes of torch that hold a whole model as their child `module`, a name that modules of others have too."""
+
+
+def wrapped_by(module: nn.Module) -> nn.Module | None:
+    """Return the module that a wrapper of torch holds, whose names its parts keep. None if `module` is no wrapper."""
+    children = module._modules  # of a scripted module it is no dict
+    child = "module" if isinstance(module, WRAPPERS) else next((name for name in WRAPPED if name in children), None)
+    return None if child is None else children[child]
 
 
 def require_model(taker: str, value: object) -> None:
@@ -31,10 +42,16 @@ def clean(name: str) -> str:
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules with their full names, which are those of the model without the wrappers of torch."""
-    for name, module in model.named_modules():
-        if WRAPPED.isdisjoint(module._modules.keys()):  # of a scripted module it is a list
-            yield clean(name), module
+    """Yield the modules with their full names, which are those of the model without the wrappers of torch."""
+    names, wrappers = {"": ""}, set[str]()
+    for path, module in model.named_modules():
+        owner, _, child = path.rpartition(".")
+        if path:
+            names[path] = names[owner] if owner in wrappers else f"{names[owner]}.{child}".removeprefix(".")
+        if wrapped_by(module) is not None:
+            wrappers.add(path)
+        else:
+            yield names[path], module
 
 
 def assign_names(root: nn.Module) -> nn.Module:
@@ -53,20 +70,35 @@ def assign_names(root: nn.Module) -> nn.Module:
 
 
 def sites_of(root: nn.Module) -> dict[str, Site]:
-    """The site of each module by full name: its index in the outermost numbered stack that holds it."""
+    """Return the site of each module by full name: its index in the outermost numbered stack that holds it.
+
+    An nn.Sequential that holds one model is no stack: layers are counted inside of it, if there are any.
+    """
     modules = dict(named_modules(root))
-    sites = {}
+    sites, outside = {}, _steps_to_model(modules)
     for name, module in modules.items():
         weight = getattr(module, "weight", None)
         shape = tuple(weight.shape[-2:]) if isinstance(weight, Tensor) and not is_lazy(weight) else None
-        sites[name] = Site(*_stack(name, modules), shape=shape)
+        sites[name] = Site(*_stack(name, modules, outside), shape=shape)
     return sites
 
 
-def _stack(name: str, modules: dict[str, nn.Module]) -> tuple[int | None, int | None]:
+STACKS = (nn.ModuleList, nn.Sequential)
+
+
+def _steps_to_model(modules: Mapping[str, nn.Module]) -> int:
+    """Return how many nn.Sequential are around the one model that they hold. 0 if it has no stack of layers."""
+    around = [""]
+    while isinstance(holder := modules.get(around[-1]), nn.Sequential) and len(holder) == 1:
+        around.append(".".join(["0"] * len(around)))
+    inside = modules.keys() - around[:-1]
+    return len(around) - 1 if any(isinstance(modules[name], STACKS) for name in inside) else 0
+
+
+def _stack(name: str, modules: Mapping[str, nn.Module], outside: int) -> tuple[int | None, int | None]:
     steps = name.split(".")
-    for at, step in enumerate(steps):
+    for at in range(outside, len(steps)):
         holder = modules.get(".".join(steps[:at]))
-        if step.isdigit() and isinstance(holder, nn.ModuleList | nn.Sequential):
-            return int(step), len(holder)
+        if steps[at].isdigit() and isinstance(holder, STACKS):
+            return int(steps[at]), len(holder)
     return None, None

@@ -12,6 +12,7 @@ from duotone import formats
 from duotone.conversion.default_rules import adapters, heads
 from duotone.conversion.experts import PREFIX, holds_experts, linear_names
 from duotone.conversion.left_alone import left_alone
+from duotone.conversion.naming import wrapped_by
 from duotone.conversion.transposed import is_transposed
 from duotone.errors import UserError
 from duotone.formats import IDENTITY, Format
@@ -184,21 +185,17 @@ def scheme_of_recipe(model: nn.Module) -> Scheme | None:
     return next((scheme_for(fmt) for fmt in formats if fmt.name == most), None)
 
 
-WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module", "DataParallel": "module"}
-"""Classes of torch that put a name before the names of the module that they hold."""
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of wrappers, whose names servers do not know."""
-    while (child := WRAPPERS.get(type(model).__name__)) is not None:
-        model = model.get_submodule(child)
+    while (inside := wrapped_by(model)) is not None:
+        model = inside
     return model
 
 
 def refuse_model(model: nn.Module) -> None:
     """UserError for a model with adapters or wrapped parts, or with tensors that are sharded or on meta."""
     for name, module in model.named_modules():
-        if type(module).__name__ in WRAPPERS:
+        if wrapped_by(module) is not None:
             raise UserError(f"{name} is wrapped in {type(module).__name__}, whose names no server knows; unwrap it")
     for name in adapters(model):
         raise UserError(f"{name} is a low-rank adapter; merge the adapters into the model, then export it")
