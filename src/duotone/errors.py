@@ -1,7 +1,15 @@
 """The exceptions of Duotone. Every message is one line: the wrong value, the allowed values, and what to do."""
 
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
+
+SHOWN = 200
+"""The characters of a long path that a message shows at each end."""
 
 
 class UserError(ValueError):
@@ -14,6 +22,33 @@ class MissingPlaneError(RuntimeError):
 
 class RecipeError(UserError):
     """A recipe, a rule or a format name that cannot be used."""
+
+
+@contextmanager
+def path_errors(doing: str, path: str | Path | None, remedy: str) -> Iterator[None]:
+    """Turn what the system refuses about a path inside of the block into a UserError of one line.
+
+    This is the only place that knows how a path is refused: a name that is too long, a place without permission, a full
+    disk, and characters that no path can hold (NUL, a lone surrogate). The message is "`doing` `path` (why): `remedy`",
+    where None stands for the path that the system names.
+    """
+    try:
+        if not _is_possible(path or ""):
+            raise OSError(errno.EINVAL, "it holds a character that no path can hold")
+        yield
+    except OSError as error:
+        name = str(path or error.filename or "a file")
+        name = name if len(name) <= 2 * SHOWN else f"{name[:SHOWN]}...{name[-SHOWN:]}"
+        name = name if name.isprintable() else repr(name)
+        raise UserError(f"{doing} {name} ({error.strerror or error}): {remedy}") from error
+
+
+def _is_possible(path: str | Path) -> bool:
+    """Whether a path can be given to the system, which takes bytes without NUL."""
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
 
 
 def qualified_name(value: object) -> str:

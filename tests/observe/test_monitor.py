@@ -394,7 +394,7 @@ def test_what_a_monitor_cannot_do_is_said_at_once(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="no module of this model follows a recipe"):
         observe.Monitor(nn.Linear(16, 16), tmp_path / "m.jsonl").close()
     model = duotone.convert(nn.Sequential(nn.Linear(16, 16)), "mxfp8", rules=())
-    with pytest.raises(UserError, match=r"cannot write .* \(Is a directory\): give a file"):
+    with pytest.raises(UserError, match=r"cannot write .* \(Is a directory\): make room, or give a file"):
         observe.Monitor(model, tmp_path)
     with observe.Monitor(model, tmp_path / "a.jsonl") as monitor:
         with pytest.raises(UserError, match="sampled already; close the other monitor"):

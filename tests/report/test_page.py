@@ -392,7 +392,7 @@ def test_a_failed_write_keeps_the_old_report_and_tells_what_to_do(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"cannot write the report .*No space left.*; give a file in"):
+    with pytest.raises(UserError, match=r"cannot write the report .*No space left.*: give a file in"):
         write_report(result, path)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["report.html"]

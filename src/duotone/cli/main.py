@@ -19,7 +19,7 @@ from duotone.cli.plan_command import plan
 from duotone.cli.report_command import report
 from duotone.cli.search_command import search
 from duotone.cli.train_command import train
-from duotone.errors import UserError
+from duotone.errors import UserError, path_errors
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -40,7 +40,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         line = shlex.join(["duotone", *arguments])
         warnings.formatwarning = _as_line
-        return cli.main(list(arguments), prog_name="duotone", standalone_mode=False, obj=line) or 0
+        with path_errors("cannot use", None, "give another path, or make room"):  # a command names what it knows better
+            return cli.main(list(arguments), prog_name="duotone", standalone_mode=False, obj=line) or 0
     except UserError as error:
         return _refuse(str(error))
     except click.UsageError as error:

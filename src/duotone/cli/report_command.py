@@ -1,5 +1,6 @@
 """`duotone report`: the page of a result made anew, or one page of two results."""
 
+import os
 from pathlib import Path
 
 import click
@@ -28,7 +29,7 @@ def report(
     from duotone.report import write_report
 
     result = continuation.load(Path(folder, summary.RESULT))
-    label = Path(other).resolve().name if other is not None else ""
+    label = Path(os.path.realpath(other)).name if other is not None else ""
     page = Path(folder, f"against-{label}.html" if label else summary.REPORT)
     path = Path(out or page)
     if path.exists() and not force and (label or path.resolve() != page.resolve()):

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from duotone.cli.table import echo, print_table
-from duotone.errors import UserError
+from duotone.errors import UserError, path_errors
 from duotone.lab import files
 from duotone.lab.schema import Document, RunEntry
 from duotone.report.numbers import SPACE
@@ -90,11 +90,9 @@ def planes_csv(result: Document) -> str:
 def write_numbers(result: Document, folder: Path) -> None:
     """Write `result.json` and `planes.csv` into `folder`; UserError if the disk refuses it."""
     path = folder / RESULT
-    try:
+    with path_errors("cannot write", path, "make room, or choose another --out"):
         files.publish_file(path, files.json_text(result, indent=1).encode())
         files.publish_file(folder / PLANES, planes_csv(result).encode(errors="replace"))
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}): make room, or choose another --out") from error
 
 
 def _number(value: float | None, form: str) -> str:

@@ -17,7 +17,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from duotone.errors import UserError
+from duotone.errors import UserError, path_errors
 from duotone.lab import files
 
 MODEL, TRAINING, META, DIGESTS = "model.safetensors", "training.safetensors", "meta.json", "SHA256SUMS"
@@ -75,20 +75,15 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int = MOST) -> Path:
         META: json.dumps(meta, indent=1).encode(),
     }
     digests = "".join(f"{_digest(content)}  {name}\n" for name, content in contents.items())
-    try:
+    remedy = "earlier ones are kept; make room and resume" if steps(folder) else "no other is saved; make room"
+    with path_errors("cannot save the checkpoint", target, remedy):
         folder.mkdir(parents=True, exist_ok=True)
         with files.publish_folder(target) as temporary:
             for name, content in {**contents, DIGESTS: digests.encode()}.items():
                 files.write_synced(temporary / name, content)
-    except OSError as error:
-        remedy = "earlier ones are kept; make room and resume" if steps(folder) else "no other is saved; make room"
-        raise UserError(f"cannot save the checkpoint {target} ({error.strerror}): {remedy}") from error
     for old in steps(folder)[:-keep]:
-        try:
+        with path_errors(f"the checkpoint {target} is saved, but cannot remove", old, "remove it by hand"):
             files.remove_folder(old)
-        except OSError as error:
-            problem = f"{old} cannot be removed ({error.strerror}): remove it by hand"
-            raise UserError(f"the checkpoint {target} is saved, but {problem}") from error
     return target
 
 

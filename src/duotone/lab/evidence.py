@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import duotone
-from duotone.errors import UserError
+from duotone.errors import UserError, path_errors
 from duotone.lab import checkpoint, files, meta
 from duotone.lab.config import TrainConfig
 from duotone.lab.data import Corpus
@@ -40,7 +40,7 @@ def write(folder: Path, search: Search, corpus: Corpus, finding: Finding | None 
         "speeds": {"gpu": table.device, "source": table.source, "date": table.date, "where": search.where},
         "effects": [asdict(effect) for effect in search.effects],
     }
-    try:
+    with path_errors("cannot write to", folder, "make room, or choose another --out"):
         if finding is not None:
             chosen: dict[str, dict[str, str]] = {}
             for (module, gemm), option in finding.chosen.items():
@@ -57,8 +57,6 @@ def write(folder: Path, search: Search, corpus: Corpus, finding: Finding | None 
             text = file_text(finding.recipe.title, finding.recipe.rules)
             files.publish_file(folder / RECIPE, text.encode())
         files.publish_file(folder / EVIDENCE, files.json_text(evidence, indent=1).encode())
-    except OSError as error:
-        raise UserError(f"cannot write to {folder} ({error.strerror}): make room, or choose another --out") from error
 
 
 def remove(folder: Path) -> None:

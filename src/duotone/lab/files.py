@@ -7,10 +7,10 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from duotone.errors import UserError
+from duotone.errors import UserError, path_errors
 from duotone.serving import file_lock
 
 ASIDE = ".old"
@@ -35,10 +35,10 @@ def _with_finite_numbers(value: object) -> object:
 
 def read_json(path: Path, absent: str, damaged: str) -> object:
     """The value in a JSON file. UserError with the remedy `absent` or `damaged` if the file has none."""
+    with path_errors("cannot read", path, absent):
+        content = path.read_bytes()
     try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}): {absent}") from error
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no JSON ({error}): {damaged}") from error
 
@@ -120,7 +120,7 @@ def remove_leftovers(folder: Path, names: re.Pattern[str]) -> None:
 
 def _beside(path: Path) -> Path:
     """A hidden name in the same folder that nothing has; process ids come again after a restart."""
-    return path.with_name(f".{path.name[:NAME_BYTES]}.{secrets.token_hex(8)}")
+    return path.parent / f".{path.name[:NAME_BYTES]}.{secrets.token_hex(8)}"
 
 
 def locked(folder: Path) -> AbstractContextManager[None]:
@@ -131,25 +131,20 @@ def locked(folder: Path) -> AbstractContextManager[None]:
 def require_writable(folder: Path) -> None:
     """UserError unless `folder` is, or could be made, a folder that takes new files; creates nothing."""
     remedy = "choose a folder that you may write"
-    for existing in (folder.absolute(), *folder.absolute().parents):
-        try:
-            existing.stat()
-            break
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:  # a name is too long, a link leads to itself
-            raise UserError(f"cannot write to {folder} ({error.strerror}): {remedy}") from error
-    if not existing.is_dir():
-        raise UserError(f"cannot write to {folder}: {existing} is not a folder; {remedy}")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"cannot write to {folder}: {existing} is read-only; {remedy}")
+    with path_errors("cannot write to", folder, remedy):
+        for existing in (folder.absolute(), *folder.absolute().parents):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                existing.stat()
+                break
+        if not existing.is_dir():
+            raise UserError(f"cannot write to {folder}: {existing} is not a folder; {remedy}")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise UserError(f"cannot write to {folder}: {existing} is read-only; {remedy}")
 
 
 def make_folder(folder: Path) -> Path:
     """Create `folder` where it is absent; UserError if that is impossible."""
     require_writable(folder)
-    try:
+    with path_errors("cannot create", folder, "choose a folder that you may write"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot create {folder} ({error.strerror}): choose a folder that you may write") from error
     return folder

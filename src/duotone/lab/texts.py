@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from duotone.errors import UserError
+from duotone.errors import UserError, path_errors
 
 DEFAULT_BYTES = 8_000_000
 """The most that the default text takes, so that a demonstration starts at once."""
@@ -90,10 +90,8 @@ def _text(path: Path) -> bytes:
 
 
 def _bytes(path: Path) -> bytes:
-    try:
+    with path_errors("cannot read the data file", path, "give a readable text file"):
         return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read the data file {path} ({error.strerror}): give a readable text file") from error
 
 
 def _is_utf8(text: bytes) -> bool:

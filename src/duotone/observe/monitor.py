@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from duotone.conversion.naming import named_modules, require_model
-from duotone.errors import UserError
+from duotone.errors import UserError, path_errors
 from duotone.observe.alarms import Alarm, Alarms
 from duotone.observe.step_statistics import Row, Sent, StepStatistics
 from duotone.observe.tapped_recipe import TappedRecipe, sampled_step
@@ -22,6 +22,7 @@ from duotone.planned.planned import Planned
 from duotone.state.delayed import DelayedState
 
 Write = Callable[[int, Sequence[Row], Sequence[Alarm]], None]
+CANNOT_WRITE, REMEDY = "a monitor cannot write", "make room, or give a file that it may make"
 TRACKERS = ("tensorboard", "wandb", "trackio")
 WORST: dict[str, Callable[..., float]] = {
     "snr_db": min,
@@ -74,8 +75,10 @@ class Monitor:
                 raise UserError(f"{name} is {value!r}; give a number of steps from {least} on")
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         path, names = Path(path), [to] if isinstance(to, str) else list(to)
-        self._writes: list[Write] = [tracker(name, path.parent) for name in names if not rank]
-        self._lines = JsonLines(path.with_suffix(f".rank{rank}{path.suffix}") if rank else path)
+        path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
+        with path_errors(CANNOT_WRITE, path, REMEDY):
+            self._writes: list[Write] = [tracker(name, path.parent) for name in names if not rank]
+            self._lines = JsonLines(path)
         self._writes.append(self._lines)
         self.alarms: list[Alarm] = []
         self.steps = start
@@ -157,25 +160,22 @@ class JsonLines:
     """Appends to a file: an object for each row, and one for each alarm."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise UserError(
-                f"a monitor cannot write {path} ({error.strerror}): give a file that it may make"
-            ) from error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
 
     def __call__(self, step: int, rows: Sequence[Row], alarms: Sequence[Alarm]) -> None:
         messages = [
             {"step": step, "alarm": a.kind, "where": a.where, "message": a.message, "planes": a.planes} for a in alarms
         ]
-        for line in (*({"step": step, **row} for row in rows), *messages):
-            self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        with path_errors(CANNOT_WRITE, self._file.name, REMEDY):
+            for line in (*({"step": step, **row} for row in rows), *messages):
+                self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with path_errors(CANNOT_WRITE, self._file.name, REMEDY):
+            self._file.close()
 
 
 def overview(rows: Sequence[Row]) -> dict[str, float]:

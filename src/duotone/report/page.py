@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from duotone.errors import UserError
+from duotone.errors import path_errors
 from duotone.lab import files
 from duotone.lab.schema import Document, RunEntry
 from duotone.report import cards, charts, choice, module_names, numbers, plan_table, planes, spread, verdict, worst
@@ -53,11 +53,8 @@ def write_report(result: Document, path: Path) -> None:
     Raises UserError if the file cannot be written.
     """
     page = _encode(render(result))
-    try:
+    with path_errors("cannot write the report", path, "give a file in an existing, writable folder"):
         files.publish_file(path, page)
-    except OSError as error:
-        remedy = "give a file in an existing, writable folder"
-        raise UserError(f"cannot write the report {path}: {error.strerror}; {remedy}") from error
 
 
 def _encode(page: str) -> bytes:

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-from duotone.errors import UserError
+from duotone.errors import UserError, path_errors
 
 
 @contextlib.contextmanager
@@ -16,12 +16,11 @@ def locked(path: Path, subject: Path, remedy: str) -> Iterator[None]:
 
     The lock ends with this process, however it ends.
     """
-    try:
-        descriptor = _open_locked(path)
-    except BlockingIOError:
-        raise UserError(f"{subject} is in use by {_holder(path)}: wait until that ends, or {remedy}") from None
-    except OSError as error:
-        raise UserError(f"cannot lock {subject} ({error.strerror}): choose a folder that you may write") from error
+    with path_errors("cannot lock", subject, "choose a folder that you may write"):
+        try:
+            descriptor = _open_locked(path)
+        except BlockingIOError:
+            raise UserError(f"{subject} is in use by {_holder(path)}: wait until that ends, or {remedy}") from None
     try:
         yield
     finally:

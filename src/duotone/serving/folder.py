@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
-from duotone.errors import UserError
+from duotone.errors import UserError, path_errors
 from duotone.serving.file_lock import locked
 from duotone.serving.tensor_file import TensorFile, TensorSpec, memory_of, write_tensors
 
@@ -68,10 +68,18 @@ def write_folder(
     process dies, the next export of the same tensors goes on after the last whole shard. UserError while another
     process exports to `path`.
     """
-    path = path.resolve()
-    _refuse_place(path)
+    with path_errors("cannot export to", path, "make room, or give another folder"):
+        path = Path(os.path.realpath(path))
+        _refuse_place(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _write_locked(path, items, largest, texts)
+
+
+def _write_locked(
+    path: Path, items: Sequence[Item], largest: int, texts: Callable[[Sequence[Note]], Mapping[str, str]]
+) -> tuple[int, list[Note]]:
+    """`write_folder`, to an absolute path that a new folder can take the place of."""
     fresh = path.with_name(f".{path.name}.partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_name(f".{path.name}.lock"), path, "call export in one process only"):
         if fresh.is_symlink() or (fresh.exists() and not fresh.is_dir()):
             raise UserError(f"an export writes to the folder {fresh}, which is a file or a link; move that away")
@@ -85,11 +93,8 @@ def write_folder(
                 (fresh / name).write_text(text)
             (fresh / PROGRESS).unlink(missing_ok=True)
             _replace(path, fresh)
-        except Exception as error:
+        except Exception:
             shutil.rmtree(fresh, ignore_errors=True)
-            if isinstance(error, OSError):
-                reason = error.strerror or error
-                raise UserError(f"cannot export to {path} ({reason}); make room, or give another folder") from error
             raise
     return total, notes
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from duotone import formats
 from duotone.conversion.naming import require_model
-from duotone.errors import RecipeError, UserError
+from duotone.errors import RecipeError, UserError, path_errors
 from duotone.formats import Format
 from duotone.planned import delayed_states
 from duotone.planned.planned import Planned
@@ -41,6 +41,11 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        with path_errors("cannot load", path, "give a folder that duotone.export wrote, and that you may read"):
+            self._open()
+
+    def _open(self) -> None:
+        path = self.path
         scheme = _scheme(read_text(path, CONFIG).get("quantization_config"), path)
         self.files = open_files(path)
         notes = read_text(path, NOTES) if (path / NOTES).exists() else {}
