@@ -109,6 +109,61 @@ def test_a_product_is_written_over_or_added_to_what_is_there(a, b, kernel, dtype
     assert ((total.double() - want).abs() <= sums + 2 * half_ulp * size + 1e-7).all()  # of the product, of the sum
 
 
+FACTORS_OF_BOTH = [
+    ("fp8_e4m3_row", "fp8_e4m3_row"),
+    ("fp8_e5m2_row", "fp8_e4m3_row"),
+    ("nvfp4_row", "nvfp4_row"),
+    ("fp8_e4m3_1x128_fp32", "fp8_e4m3_128x128_fp32"),
+    ("fp8_e4m3_128x128_fp32", "fp8_e4m3_1x128_fp32"),
+    ("fp8_e4m3_1x128_fp32", "fp8_e4m3_1x128_fp32"),
+]
+"""Pairs whose product is multiplied by a factor of each operand, one after the other."""
+
+
+@pytest.mark.parametrize("sizes", [(1e37, 1e-37), (1e-37, 1e37), (1e37, 1e9)], ids=str)
+@pytest.mark.parametrize(("a", "b"), FACTORS_OF_BOTH)
+def test_a_huge_operand_and_a_tiny_one_multiply_to_what_they_stand_for(a, b, sizes) -> None:
+    """Infinite where the true value is, and 0 for rows of zeros, in all dtypes, with a bias and added to memory."""
+    x, w = torch.randn(M, K).clamp(-2, 2), torch.randn(N, K).clamp(-2, 2)
+    x[5], w[7] = 0, 0
+    left, right = encode_plane(formats.get(a), x * sizes[0]), encode_plane(formats.get(b), w * sizes[1])
+    exact, magnitude = reference(left, right)
+    for dtype, bias in itertools.product((torch.float32, torch.bfloat16, torch.float16), (None, torch.randn(N))):
+        rule, _ = choose(GemmProblem(left.format, right.format, target("cpu"), dtype))
+        want = exact if bias is None else exact + bias.double()
+        added = torch.ones(M, N, dtype=dtype)
+        y = rule.run(left, right, dtype, bias)
+        rule.run_into(left, right, added, True)
+        assert ((y == 0) | (want != 0)).all()
+        bound = (K + 4) * 2.0**-23 * (magnitude + 4) + torch.finfo(dtype).eps * (want.abs() + 2)
+        for got, true in ((y, want), (added, exact + 1)):
+            holds = true.abs() < torch.finfo(dtype).max
+            assert not got.isnan().any()
+            assert ((got.double() - true).abs() <= bound)[holds].all() and not got[~holds].isfinite().any()
+
+
+@pytest.mark.parametrize(("a", "b"), FACTORS_OF_BOTH)
+def test_the_order_of_factors_keeps_its_bits_where_it_gives_finite_values(a, b) -> None:
+    x, w = torch.randn(M, 128).abs().clamp(max=3), torch.randn(N, 128).abs().clamp(max=3)
+    for operand in (x, w):
+        operand[:8] *= 1e38
+        operand[8:16] *= 1e-38
+    left, right = encode_plane(formats.get(a), x), encode_plane(formats.get(b), w)
+    rule, _ = choose(GemmProblem(left.format, right.format, target("cpu"), torch.float32))
+    one, other = factors(left), factors(right)
+    rows, cols = (
+        f.epilogue_scale.reshape(f.epilogue_scale.shape[0], 1).repeat_interleave(max(plane.format.block.rows, 1), 0)[:n]
+        for f, plane, n in ((one, left, M), (other, right, N))
+    )
+    first, second = (cols.t(), rows) if left.format.block.rows > right.format.block.rows else (rows, cols.t())
+    y = mm_fp32(one.values, other.values)
+    if one.divisor * other.divisor != 1.0:
+        y = y * torch.tensor(1.0 / (one.divisor * other.divisor))
+    as_before = (y * first) * second
+    finite = (y * first).isfinite()
+    assert not finite.all() and torch.equal(rule.run(left, right, torch.float32)[finite], as_before[finite])
+
+
 def test_every_pair_of_formats_has_a_rule() -> None:
     for a, b in itertools.product(formats.names(), repeat=2):
         for dtype in (torch.bfloat16, torch.float32):

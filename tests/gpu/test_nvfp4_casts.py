@@ -144,10 +144,10 @@ def test_the_epilogue_has_the_bits_of_the_plain_stages(shape, dtype) -> None:
     y = torch.randn(m, n) * 1e4
     y.view(-1)[0] = torch.inf
     bias = torch.randn(n, dtype=dtype)
-    sides = None, torch.rand(1), "lines"
+    sides = None, torch.rand(1), 1.0, 1e36, 1e-38  # a number is the size of a factor for each row
     for a, b, divisor, add in itertools.product(sides, sides, (1.0, 2688.0), (None, bias)):
-        left = Factors(y, torch.rand(m) if a == "lines" else a, divisor)
-        right = Factors(y, torch.rand(n) if b == "lines" else b, divisor)
+        left = Factors(y, torch.rand(m) * a if isinstance(a, float) else a, divisor)
+        right = Factors(y, torch.rand(n) * b if isinstance(b, float) else b, divisor)
         moved = [None if f.epilogue_scale is None else f.epilogue_scale.cuda() for f in (left, right)]
         out = torch.empty_like(y, dtype=dtype, device="cuda")
         result = finish(y.cuda(), *moved, 1.0 / divisor / divisor, None if add is None else add.cuda(), out)

@@ -169,6 +169,9 @@ def epilogues(everything: bool) -> Check:
             yield what, epilogue.finish(*arguments, torch.empty_like(y, dtype=dtype)), want.to(dtype)
             before = torch.randn(m, n).to(dtype)
             yield f"{what} adding", epilogue.finish(*arguments, before.clone(), True), (want + before.float()).to(dtype)
+    sides = [Factors(y, torch.rand(m) * 1e36, 1.0), Factors(y, torch.rand(n) * 1e-38, 1.0)]  # rows alone overflow
+    result = epilogue.finish(y, sides[0].epilogue_scale, sides[1].epilogue_scale, 1.0, None, torch.empty_like(y))
+    yield "epilogue of huge rows and tiny columns", result, scaled(y, *sides)
 
 
 def checks(everything: bool) -> Check:

@@ -69,6 +69,38 @@ def test_large_values_that_saturate_stay_finite(name) -> None:
     assert all(result.isfinite().all() for result in products(layer, x, dy).values())
 
 
+SIZES = {"y": (1e37, 1e-37, 1e-3), "dx": (1e-3, 1e-37, 1e37), "dw": (1e-37, 1e-3, 1e37)}
+"""The sizes of input, weight and gradient that make one product of a huge and a tiny operand."""
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "grouped"])
+@pytest.mark.parametrize("which", SIZES)
+@pytest.mark.parametrize("name", ["fp8-rowwise", "fp8-block", "fp8-current", "mxfp8"])
+def test_a_huge_operand_beside_a_tiny_one_gives_the_finite_product(name, which, way) -> None:
+    """A row of zeros in either stays zeros."""
+    torch.manual_seed(0)
+    x, w, dy = (
+        torch.randn(n, k).clamp(-2, 2) * size
+        for (n, k), size in zip(((M, K), (N, K), (M, N)), SIZES[which], strict=True)
+    )
+    x[3], w[5], dy[7], x[:, 9], dy[:, 11] = 0, 0, 0, 0, 0
+    want = {"y": x @ w.t(), "dx": dy @ w, "dw": dy.t() @ x}[which]
+    if way == "grouped":
+        layer: nn.Module = duotone.GroupedLinear(1, K, N, bias=False, recipe=recipes.load(name))
+        weight = layer.get_parameter("weight0")
+    else:
+        layer = duotone.convert(nn.Linear(K, N, bias=False), recipes.load(name), rules=())
+        weight = layer.get_parameter("weight")
+    weight.data.copy_(w)
+    module = torch.compile(layer, backend="aot_eager", fullgraph=True) if way == "compiled" else layer
+    x.requires_grad_()
+    y = module(x, [M]) if way == "grouped" else module(x)
+    y.backward(dy)
+    result = {"y": y.detach(), "dx": x.grad, "dw": weight.grad}[which]
+    assert result.isfinite().all() and (result[want == 0] == 0).all()
+    assert (result - want).norm() <= 0.1 * want.norm()
+
+
 @pytest.mark.parametrize("name", ["fp8-rowwise", "fp8-block", "mxfp8"])
 def test_rows_with_a_scale_of_their_own_stay_as_they_were(name) -> None:
     """A sequence with a NaN changes no bit of another one's output and input gradient."""

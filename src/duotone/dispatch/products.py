@@ -31,7 +31,10 @@ def factors(plane: Operand) -> Factors:
 
 
 def scaled(y: Tensor, a: Factors, b: Factors) -> Tensor:
-    """Apply epilogue scales to an fp32 product: one fl(fl(a b) constant) if both are per tensor, else rows after it."""
+    """Apply epilogue scales to an fp32 product: one fl(fl(a b) constant) if both are per tensor, else rows after it.
+
+    Two scales that vary follow `ordered`, so a huge one and a tiny one give the finite value that they stand for.
+    """
     if a.epilogue_scale is b.epilogue_scale is None:
         return y
     constant = 1.0 / (a.divisor * b.divisor)
@@ -43,10 +46,23 @@ def scaled(y: Tensor, a: Factors, b: Factors) -> Tensor:
         y = y * torch.full((), constant, dtype=torch.float32, device=y.device)
     rows = None if a.epilogue_scale is None else a.epilogue_scale.reshape(-1, 1)
     cols = None if b.epilogue_scale is None else b.epilogue_scale.reshape(1, -1)
-    if rows is not None and cols is not None and 1 in (rows.numel(), cols.numel()):
+    if rows is None or cols is None:
+        return y * (cols if rows is None else rows)
+    if 1 in (rows.numel(), cols.numel()):
         return y * (rows * cols)
-    y = y if rows is None else y * rows
-    return y if cols is None else y * cols
+    y, last = ordered(y, rows, cols)
+    return y * last
+
+
+def ordered(y: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return fl(y first) and `second`, the factor that is left. Where that product is infinite, the factors change
+    places.
+
+    `y` is fp32 (M, N), the factors broadcast to it. The factors never meet: 0 in `y` stays 0 beside two huge ones.
+    """
+    product = y * first
+    overflows = product.isinf()
+    return torch.where(overflows, y * second, product), torch.where(overflows, first, second)
 
 
 def finish(y: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
@@ -263,11 +279,10 @@ def _linear(
 
 
 def _promote(total: Tensor, product: Tensor, scales: list[Tensor | None]) -> Tensor:
-    """fma(fl(product * s1), s2, total); float64 holds the product of two fp32 exactly."""
+    """fma(fl(product * s1), s2, total), s1 and s2 `ordered`; float64 holds the product of two fp32 exactly."""
     first, *second = [scale for scale in scales if scale is not None]
-    if not second:
-        return torch.addcmul(total.double(), product.double(), first.double()).float()
-    return torch.addcmul(total.double(), (product * first).double(), second[0].double()).float()
+    product, last = ordered(product, first, second[0]) if second else (product, first)
+    return torch.addcmul(total.double(), product.double(), last.double()).float()
 
 
 def _block_scales(plane: Operand, split: Factors, j: int, shape: tuple[int, int]) -> Tensor | None:

@@ -19,7 +19,7 @@ TILE = (32, 128, 4)
 @triton.jit
 def scaled(result, rows, cols, m, n, M, N, constant, ROWS: tl.constexpr, COLS: tl.constexpr, CONSTANT: tl.constexpr):
     """result * ((rows * cols) * constant) if each is one number. Otherwise the order is constant, rows, columns. If one
-    of rows and columns is a single number, these two are multiplied before."""
+    of rows and columns is a single number, these two are multiplied before. Where rows overflow, columns come first."""
     row, col = 1.0, 1.0
     if ROWS != NONE:
         row = tl.load(rows) if ROWS == ONE else tl.load(rows + m, mask=m < M, other=0.0)
@@ -28,7 +28,12 @@ def scaled(result, rows, cols, m, n, M, N, constant, ROWS: tl.constexpr, COLS: t
     if ROWS == LINES or COLS == LINES:
         if CONSTANT:
             result = result * constant
-        result = (result * row) * col if ROWS == COLS else result * (row * col)
+        if ROWS == COLS:
+            product = result * row
+            overflows = tl.abs(product) == float("inf")
+            result = tl.where(overflows, result * col, product) * tl.where(overflows, row, col)
+        else:
+            result = result * (row * col)
     elif ROWS == ONE or COLS == ONE:
         alpha = row * col
         if CONSTANT:
