@@ -80,7 +80,7 @@ def test_a_layer_of_peft_is_told_by_where_its_class_comes_from() -> None:
 @pytest.mark.parametrize(
     ("recipe", "rules"),
     [
-        (MXFP8, (*OUTPUT_HEAD, Rule(module="*.lora_A.*", format="fp8_e4m3_row"))),
+        (MXFP8, (Rule(module="*.lora_A.*", format="fp8_e4m3_row"),)),
         (RuleRecipe(rules=(Rule(module="*.lora_A.*", format="fp8_e4m3_row"),), base=MXFP8), OUTPUT_HEAD),
     ],
     ids=["of convert", "of the recipe"],

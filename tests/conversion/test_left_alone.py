@@ -78,7 +78,7 @@ def test_an_output_head_of_any_name_stays_in_high_precision_unless_the_rules_say
 
 
 def test_a_rule_of_the_users_own_goes_before_a_head_that_was_found() -> None:
-    rules = (*OUTPUT_HEAD, Rule(module="cls.*.decoder", format="fp8_e4m3_row"))
+    rules = [Rule(module="cls.*.decoder", format="fp8_e4m3_row")]
     rows = rows_of(duotone.convert(build(BertForMaskedLM, BertConfig), MXFP8, rules=rules))
     assert rows["cls.predictions.decoder", "fprop"].a == "fp8_e4m3_row"
 
@@ -128,11 +128,11 @@ def test_high_precision_that_the_recipe_asks_for_is_no_error_under_strict() -> N
 
 def test_a_rule_for_a_module_that_is_left_alone_is_no_rule_that_matches_nothing() -> None:
     """pytest makes the warning an error; a rule for nothing at all still warns."""
-    rules = (*OUTPUT_HEAD, Rule(module="0", format="identity"))
+    rules = [Rule(module="0", format="identity")]
     m = duotone.convert(nn.Sequential(nn.LSTM(8, 8), nn.Linear(32, 32)), MXFP8, rules=rules)
     assert "a rule" not in {row.module for row in duotone.plan(m)}
     with pytest.warns(UserWarning, match="'module': '7'"):
-        duotone.convert(m, MXFP8, rules=(*OUTPUT_HEAD, Rule(module="7", format="identity")))
+        duotone.convert(m, MXFP8, rules=[Rule(module="7", format="identity")])
 
 
 def test_converting_twice_gives_the_same_rules() -> None:

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import duotone
 from duotone import recipes
 from duotone.errors import RecipeError
-from duotone.recipes import OUTPUT_HEAD, Rule
+from duotone.recipes import Rule
 
 STRICT = recipes.MXFP8BlockScaling(strict=True)
 
@@ -38,7 +38,7 @@ def test_strict_refuses_the_router_unless_a_rule_asks_for_high_precision() -> No
     with pytest.raises(RecipeError, match=r"strict: model.layers.0.mlp.gate stays .* by a rule with format 'identity'"):
         duotone.convert(m, STRICT)
     assert not any(isinstance(module, duotone.Linear) for module in m.modules())
-    duotone.convert(m, STRICT, rules=(*OUTPUT_HEAD, Rule(module="*.mlp.gate", format="identity")))
+    duotone.convert(m, STRICT, rules=[Rule(module="*.mlp.gate", format="identity")])
     assert isinstance(m.model.layers[1].self_attn.o_proj, duotone.Linear)
 
 

@@ -22,7 +22,7 @@ from torchtitan.models import deepseek_v3, llama3  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3 import config_registry  # noqa: E402
 
-from duotone.integrations.torchtitan import ROUTER, DuotoneConverter, DuotoneTrainer  # noqa: E402
+from duotone.integrations.torchtitan import DuotoneConverter, DuotoneTrainer  # noqa: E402
 
 
 def build(family, recipe: str = "", layers: int = 2):
@@ -56,8 +56,7 @@ def step(model) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", [llama3, deepseek_v3])
 def test_a_model_of_the_converter_is_the_converted_one(family) -> None:
     model, plain = build(family, "mxfp8"), build(family)
-    rules = (*duotone.recipes.OUTPUT_HEAD, ROUTER) if family is deepseek_v3 else duotone.recipes.OUTPUT_HEAD
-    duotone.convert(plain, "mxfp8", rules)
+    duotone.convert(plain, "mxfp8")
     left, right = step(model), step(plain)
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)

@@ -11,7 +11,7 @@ from torch import nn
 
 from duotone import formats
 from duotone.compat.quantizers import fp8_element
-from duotone.conversion import convert
+from duotone.conversion.converting import convert_by
 from duotone.conversion.left_alone import left_alone
 from duotone.conversion.naming import require_model, sites_of
 from duotone.conversion.targets import targets
@@ -171,9 +171,10 @@ def convert_to_float8_training(
         or not (module_filter_fn is None or module_filter_fn(target.module, target.name))
     }
     earlier = [(each, each.recipe, each.rules) for each in excluded.values() if isinstance(each, Planned)]
-    convert(module, recipe, [Rule(module=escape(name), format=formats.IDENTITY.name) for name in sorted(excluded)])
-    for each, before, rules in earlier:
-        each.adopt(before, rules, each.module_name, each.site)
+    rules = tuple(Rule(module=escape(name), format=formats.IDENTITY.name) for name in sorted(excluded))
+    convert_by(module, recipe, rules)  # torchao converts output heads too, so the default rules do not apply
+    for each, before, own in earlier:
+        each.adopt(before, own, each.module_name, each.site)
     return module
 
 

@@ -43,8 +43,9 @@ def convert(
 ) -> nn.Module:
     """Make every nn.Linear, and all linears of experts, follow `recipe`, in place, and return the model.
 
-    - `rules` go before any recipe, also before that of an enclosing autocast. The default keeps the output head in high
-      precision. A rule that matches nothing gives a warning and a row of `plan`.
+    - `rules` go before any recipe, also before that of an enclosing autocast. After them come the default rules, which
+      keep output heads, low-rank adapters and routers of experts in high precision. `rules=()` turns these off. A rule
+      that matches nothing gives a warning and a row of `plan`.
     - `schedule` starts with the recipe. All its phases are checked; `autocast(recipe=schedule.at(step))` follows it.
     - `fuse` also runs norms, linears and activations as pipelines, as `duotone.fuse` does.
     - Modules of Duotone take the recipe, the rules and their full names too.
@@ -54,6 +55,16 @@ def convert(
     RecipeError or UserError, before anything changes, if a recipe cannot be used.
     """
     recipe = _validated(model, recipe, rules, schedule)
+    recipes = [recipe] if schedule is None else [phase.recipe for phase in schedule.phases]
+    with reads_without_effect(model):
+        all_rules = with_default_rules(rules, model, recipes)
+    return convert_by(model, recipe, all_rules, schedule=schedule, fuse=fuse)
+
+
+def convert_by(
+    model: nn.Module, recipe: Recipe, rules: tuple[Rule, ...], *, schedule: Schedule | None = None, fuse: bool = False
+) -> nn.Module:
+    """Do the work of `convert` with exactly these rules, without the default ones."""
     refuse_without_interface(model)
     with reads_without_effect(model):
         _adopt(model, recipe, rules, schedule)
@@ -63,11 +74,10 @@ def convert(
     return fusing.fuse(model) if fuse else model
 
 
-def _adopt(model: nn.Module, recipe: Recipe, rules: Sequence[Rule], schedule: Schedule | None) -> None:
+def _adopt(model: nn.Module, recipe: Recipe, all_rules: tuple[Rule, ...], schedule: Schedule | None) -> None:
     """Check everything, then let each linear follow the recipe."""
     sites = sites_of(model)
     phases = schedule.phases if schedule is not None else (Phase(recipe, 0),)
-    all_rules = with_default_rules(rules, model, sites, [phase.recipe for phase in phases])
     skipped = left_alone(model)
     planned = [(target, target.check(phases, all_rules)) for target in targets(model, skipped, sites)]
     for phase in phases:

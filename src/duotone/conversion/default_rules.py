@@ -1,4 +1,4 @@
-"""Output heads and adapters, which the default rules of convert keep in high precision, and how they are recognised.
+"""Output heads, adapters and routers of experts, which the default rules of convert keep in high precision.
 
 `Reason` lists all reasons why a module stays in high precision, as plans and warnings show them.
 """
@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from torch import nn
 
-from duotone.conversion.naming import named_modules
+from duotone.conversion.experts import holds_experts
+from duotone.conversion.naming import named_modules, sites_of
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, TENSOR_TYPES, QuantizerRole, Site
-from duotone.recipes.rules import OUTPUT_HEAD, Rule, first_match
+from duotone.recipes.rules import OUTPUT_HEAD, Rule
 
 
 class Reason(Enum):
@@ -30,6 +31,7 @@ class Reason(Enum):
     EXPERTS = "{}"
     OUTPUT_HEAD = "an output head, as {}: kept in high precision unless a rule names it"
     ADAPTER = "a low-rank adapter of rank {}: kept in high precision unless a rule names it"
+    ROUTER = "a router of experts, beside {}: kept in high precision unless a rule names it"
     NOT_CONVERTED = "not converted"
     LOOK_UP = "an embedding is a look-up, not a GEMM"
     FAST_PATH = "its fast path, which would go around its converted linears in evaluation, is off"
@@ -104,6 +106,51 @@ def _beside_their_product(linears: Linears) -> Iterator[str]:
             rank, product = down.out_features, (down.in_features, up.out_features)
             if rank == up.in_features and LOW * rank <= min(product) and product in sizes:
                 yield from (down_name, up_name)
+
+
+ROUTER = re.compile("router", re.IGNORECASE)
+"""Part of the name, or of the class, of a router of experts."""
+
+GATE = re.compile(r"(^|(experts?|shared|moe|topk|noisy|w)_)(gates?|gating|wg)(?!_?(proj|up|act))", re.IGNORECASE)
+"""Part of the name of a router that other modules may have too. The gate of a gated MLP is `gate_proj` or `gate_up`."""
+
+EXPERT = re.compile("expert", re.IGNORECASE)
+
+
+def routers(model: nn.Module) -> dict[str, str]:
+    """Find the linears that choose or weigh experts. Returns what is beside each one, by its full name.
+
+    A router has a name for it, or is in a module with such a name, and experts are beside it. Beside a gate these are
+    siblings. Beside a router they may also be inside a sibling.
+    """
+    modules, result = dict(named_modules(model)), dict[str, str]()
+    for name, module in modules.items():
+        if not isinstance(module, nn.Linear):
+            continue
+        steps = name.split(".")
+        for at, step in enumerate(steps):
+            owner, below = modules[".".join(steps[:at])], ".".join(steps[at + 1 :])
+            experts = None if EXPERT.search(below) else _experts_beside(owner, step, module.out_features)
+            if experts is not None:
+                result[name] = experts
+    return result
+
+
+def _experts_beside(owner: nn.Module, step: str, outputs: int) -> str | None:
+    """Return the path of the experts beside the child `step`, which has so many outputs. None if it is no router."""
+    if ROUTER.search(f"{step} {type(owner._modules.get(step)).__name__}"):
+        others = owner.named_modules()
+    elif GATE.search(step):
+        others = owner.named_children()
+    else:
+        return None
+    for path, other in others:
+        if path and path.split(".")[0] != step:
+            is_list = isinstance(other, nn.ModuleList | nn.ModuleDict) and len(other) == outputs > 1
+            if is_list or EXPERT.search(f"{path} {type(other).__name__}"):
+                return path
+    kind = type(owner).__name__
+    return f"the experts of {kind}" if holds_experts(owner) or kind.lower().endswith("moe") else None
 
 
 NAMES = ("lm_head", "output_head", "output", "head", "embed_out", "unembed", "to_logits", "classifier", "score")
@@ -196,25 +243,26 @@ class KeptRule(Rule):
         return {"names": sorted(self.names), "format": self.format}
 
 
-def with_default_rules(
-    rules: Sequence[Rule], model: nn.Module, sites: Mapping[str, Site], recipes: Sequence[Recipe]
-) -> tuple[Rule, ...]:
-    """The rules. The default ones bring further rules, for output heads and adapters that no other rule names.
+def with_default_rules(rules: Sequence[Rule], model: nn.Module, recipes: Sequence[Recipe]) -> tuple[Rule, ...]:
+    """Return the rules of the user, and after them the default ones. Without any rule there are no default ones.
 
-    Rules of the recipes that name such a module count too.
+    The default rules keep output heads, adapters and routers in high precision. They come before any recipe, so a
+    module that a recipe names by `module` or `module_regex` gets none for its kind.
     """
-    if not set(OUTPUT_HEAD) <= set(rules):
-        return tuple(rules)
-    named = [rule for recipe in recipes for rule in _rules_of(recipe) if rule.module or rule.module_regex]
+    if not rules:
+        return ()
+    sites, others = sites_of(model), [rule for recipe in recipes for rule in _rules_of(recipe)]
+    named = [*OUTPUT_HEAD, *(rule for rule in others if rule.module or rule.module_regex)]
     reasons = {name: Why(Reason.OUTPUT_HEAD, evidence) for name, evidence in heads(model).items()}
     reasons |= {name: Why(Reason.ADAPTER, rank) for name, rank in adapters(model).items()}
+    reasons |= {name: Why(Reason.ROUTER, experts) for name, experts in routers(model).items()}
     names: dict[str, set[str]] = {}
     for name, why in reasons.items():
         roles = [QuantizerRole("linear", kind, name) for kind in TENSOR_TYPES]
-        decided = first_match(rules, QuantizerRole("linear", "weight", name), sites[name]) is not None
-        if not decided and not any(rule.matches(role, sites[name]) for rule in named for role in roles):
+        if not any(rule.matches(role, sites[name]) for rule in named for role in roles):
             names.setdefault(why.text, set()).add(name)
-    return (*rules, *(KeptRule(names=frozenset(group), why=text) for text, group in names.items()))
+    kept = [KeptRule(names=frozenset(group), why=text) for text, group in names.items()]
+    return (*rules, *(rule for rule in OUTPUT_HEAD if rule not in rules), *kept)
 
 
 def _rules_of(recipe: Recipe) -> Iterator[Rule]:

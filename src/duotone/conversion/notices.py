@@ -35,8 +35,7 @@ def unmatched_rules(recipe: Recipe, rules: tuple[Rule, ...], places: Sequence[Pl
     """
     kinds = (*TENSOR_TYPES, *BOUNDARIES)
     subjects = [(QuantizerRole(module, kind, name), site) for module, name, site in places for kind in kinds]
-    default = OUTPUT_HEAD if set(OUTPUT_HEAD) <= set(rules) else ()
-    useless = [rule for rule in unmatched(rules, subjects) if rule not in default]
+    useless = [rule for rule in unmatched(rules, subjects) if rule not in OUTPUT_HEAD]
     useless += _unmatched_in(recipe, undecided(rules, subjects))
     return [rule for rule in useless if rule.asks_for_place and any(rule.concerns(role) for role, _ in subjects)]
 

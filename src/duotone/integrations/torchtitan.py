@@ -15,12 +15,8 @@ require("torchtitan", "0.3")
 
 from torchtitan.components.quantization import QuantizationConverter  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
-from torchtitan.models.common.moe import TokenChoiceTopKRouter as Router  # noqa: E402
 from torchtitan.protocols.model import BaseModel  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
-
-ROUTER = Rule(module="*.router.gate", format="identity")
-"""Routers stay in high precision."""
 
 
 class DuotoneConverter(QuantizationConverter):
@@ -32,7 +28,7 @@ class DuotoneConverter(QuantizationConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        """`recipe` is a name or a file, and `rules` are those of `duotone.convert`. Routers stay in high precision."""
+        """`recipe` is a name or a file, and `rules` are those of `duotone.convert`."""
 
         recipe: str
         rules: tuple[Rule, ...] = OUTPUT_HEAD
@@ -46,10 +42,9 @@ class DuotoneConverter(QuantizationConverter):
         values = {field.name: getattr(model_config, field.name) for field in fields(model_config)}
         if "recipe" in values:
             raise UserError("the model has a DuotoneConverter already; give one, whose rules name all formats")
-        rules = (*self.config.rules, ROUTER) if any(model_config.traverse(Router.Config)) else self.config.rules
         owner: Any = type(model_config)._owner
         kind: Any = _converted_class(owner)
-        return kind.Config(**values, recipe=self.config.recipe, rules=rules)
+        return kind.Config(**values, recipe=self.config.recipe, rules=self.config.rules)
 
 
 class DuotoneTrainer(Trainer):

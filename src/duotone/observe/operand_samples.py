@@ -41,9 +41,8 @@ class LinearSample:
 
 
 def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linears that `convert` would convert: without output heads and adapters."""
-    sites = sites_of(model)
-    rules = with_default_rules(OUTPUT_HEAD, model, sites, [])
+    """Return the linears that `convert` would convert: without output heads, adapters and routers."""
+    sites, rules = sites_of(model), with_default_rules(OUTPUT_HEAD, model, [])
     return {
         name: module
         for name, module in named_modules(model)

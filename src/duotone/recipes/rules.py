@@ -328,4 +328,4 @@ def _first(
 OUTPUT_HEAD = tuple(
     Rule(module=pattern, format="identity") for pattern in ("lm_head", "*.lm_head", "output_head", "*.output_head")
 )
-"""The default rules of `convert`: the projection to the vocabulary stays in high precision."""
+"""The default of `convert(rules=...)`: no own rules. After own rules come these, which keep heads in high precision."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone import formats
-from duotone.conversion.default_rules import adapters, heads
+from duotone.conversion.default_rules import adapters, heads, routers
 from duotone.conversion.experts import PREFIX, holds_experts, linear_names
 from duotone.conversion.left_alone import left_alone
 from duotone.conversion.naming import wrapped_by
@@ -41,7 +41,7 @@ def selected_weights(
     A weight in high precision is encoded from `dtype`. None stands for what a forward at the place of this call reads:
     the dtype of torch.autocast, else that of the weight.
     """
-    others, outputs = left_alone(model), heads(model)
+    others, outputs = {*left_alone(model), *routers(model)}, heads(model)
     weights: Weights = {}
     refused: dict[str, nn.Module] = {}
     for owner, module in model.named_modules():
