@@ -111,3 +111,24 @@ def test_a_model_has_a_plan() -> None:
     assert isinstance(plan, Plan)
     assert {row.a for row in plan.filter("0")} == {"mxfp8_e4m3"}
     assert plan.diff(duotone.plan(model, "bf16", dtype=torch.bfloat16)).pairs[0][1].runs == "high precision"
+
+
+@pytest.mark.parametrize(("device", "here"), [("cuda", 0), ("cuda:0", 0), ("cuda:3", 0), ("cuda:2", 2)])
+@pytest.mark.parametrize("recipe", [None, "fp8-current"])
+def test_a_plan_for_a_cuda_device_that_is_not_here_is_refused(monkeypatch, device, here, recipe) -> None:
+    """What a GPU would run is unknown without it: a reason that no product exists would be false."""
+    model = duotone.convert(nn.Sequential(nn.Linear(64, 64)), "fp8-current", rules=())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: here > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: here)
+    count = f"{here} CUDA devices are here" if here else "no CUDA device is here"
+    for name in (device, torch.device(device)):
+        with pytest.raises(UserError, match=f"device is '{device}', and {count}; name the GPU to plan for: \"sm90\""):
+            duotone.plan(model, recipe, device=name)
+
+
+def test_a_plan_takes_the_name_of_a_gpu_and_says_its_architecture() -> None:
+    model = duotone.convert(nn.Sequential(nn.Linear(64, 64)), "fp8-current", rules=())
+    assert duotone.plan(model, device="H100") == duotone.plan(model, device="sm90")
+    assert {row.runs for row in duotone.plan(model, device="H100")} == {"native"}
+    assert all(row.reason.endswith("on cuda sm80") for row in duotone.plan(model, device="A100"))
+    assert all(row.reason.endswith("on cpu") for row in duotone.plan(model))

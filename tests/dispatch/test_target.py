@@ -33,6 +33,7 @@ def gpus(monkeypatch):
             cached.cache_clear()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(archs))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: archs[index])
         monkeypatch.setattr(torch.version, "hip", None)
         monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)  # of a GPU that may not be here
@@ -71,6 +72,32 @@ def test_each_device_of_a_process_has_its_own_target(gpus) -> None:
 )
 def test_an_architecture_need_not_be_here(name, arch) -> None:
     assert target(name).arch == arch
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        ("H100", (9, 0)),
+        ("h200", (9, 0)),
+        ("NVIDIA H200", (9, 0)),
+        ("B200", (10, 0)),
+        ("B300", (10, 3)),
+        ("A100", (8, 0)),
+    ]
+    + [(name, (8, 9)) for name in ("4090", "RTX4090", "NVIDIA GeForce RTX 4090", "L40S")],
+)
+def test_a_gpu_can_be_named(name, arch) -> None:
+    assert target(name).arch == arch
+
+
+def test_each_name_of_a_gpu_stands_for_a_known_architecture() -> None:
+    assert set(targets.GPUS.values()) <= set(targets.ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", ["hopper", "4711", "cuda:x", "H1000"])
+def test_other_names_of_devices_are_refused_in_one_line(name) -> None:
+    with pytest.raises(duotone.UserError, match=f"unknown architecture '{name}'; write sm .* as sm90, a GPU's name"):
+        target(name)
 
 
 @pytest.mark.parametrize("name", ["sm9", "hopper", "smxy"])

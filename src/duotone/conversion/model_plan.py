@@ -22,6 +22,7 @@ from duotone.conversion.left_alone import left_alone
 from duotone.conversion.naming import named_modules, require_model, sites_of
 from duotone.conversion.notices import unmatched_rules
 from duotone.conversion.targets import trains
+from duotone.dispatch.target import require_here
 from duotone.errors import UserError
 from duotone.planned.parametrizations import reads_without_effect
 from duotone.planned.planned import Planned
@@ -195,10 +196,12 @@ def plan(
 ) -> Plan:
     """The kernel of each GEMM of each linear of a converted model, and the modules in high precision with the reasons.
 
-    `recipe` stands for an enclosing autocast, `dtype` for that of torch.autocast. `device` may name an architecture
-    that is not present, as "sm90". If `device` or `dtype` is None, it is that of the weights.
+    `recipe` stands for an enclosing autocast, `dtype` for that of torch.autocast. `device` may name a GPU that is not
+    here, as "sm90" or "H100". If `device` or `dtype` is None, it is that of the weights. UserError if `device` is a
+    CUDA device that is not here.
     """
     require_model("plan", model)
+    require_here(str(device))
     if not isinstance(dtype, torch.dtype | None):
         raise UserError(f"dtype is {dtype!r}; give torch.bfloat16, torch.float16 or torch.float32")
     recipe = _for_model(model, recipe)

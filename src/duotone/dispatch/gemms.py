@@ -126,6 +126,6 @@ def choose(problem: GemmProblem) -> tuple[GemmRule, str]:
         if not rule.reject(problem):
             if rule.native:
                 return rule, rule.note
-            where = f"no native rule for {problem.a.name} x {problem.b.name} on {problem.target.device}"
+            where = f"no native rule for {problem.a.name} x {problem.b.name} on {problem.target}"
             return rule, f"{where}; {rule.note}" if rule.note else where
-    raise UserError(f"no GEMM rule multiplies {problem.a.name} with {problem.b.name} on {problem.target.device}")
+    raise UserError(f"no GEMM rule multiplies {problem.a.name} with {problem.b.name} on {problem.target}")

@@ -46,12 +46,13 @@ def scaled(y: Tensor, a: Factors, b: Factors) -> Tensor:
         y = y * torch.full((), constant, dtype=torch.float32, device=y.device)
     rows = None if a.epilogue_scale is None else a.epilogue_scale.reshape(-1, 1)
     cols = None if b.epilogue_scale is None else b.epilogue_scale.reshape(1, -1)
-    if rows is None or cols is None:
-        return y * (cols if rows is None else rows)
-    if 1 in (rows.numel(), cols.numel()):
-        return y * (rows * cols)
-    y, last = ordered(y, rows, cols)
-    return y * last
+    if rows is not None and cols is not None:
+        if 1 in (rows.numel(), cols.numel()):
+            return y * (rows * cols)
+        y, cols = ordered(y, rows, cols)
+        return y * cols
+    y = y if rows is None else y * rows
+    return y if cols is None else y * cols
 
 
 def ordered(y: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,18 @@ BLOCKS_SINCE = (12, 9)
 ARCHITECTURES = 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121
 """The compute capabilities of the GPUs that CUDA 12 and 13 compile for, from NVIDIA's guide to its compiler."""
 
+GPUS = {
+    **dict.fromkeys(("a100", "a800", "a30"), 80),
+    **dict.fromkeys(("a10", "a10g", "a40", "a6000", "3080", "3090"), 86),
+    **dict.fromkeys(("l4", "l40", "l40s", "4070", "4080", "4090"), 89),
+    **dict.fromkeys(("h100", "h200", "h800", "h20", "gh200"), 90),
+    **dict.fromkeys(("b100", "b200", "gb200"), 100),
+    **dict.fromkeys(("b300", "gb300"), 103),
+    **dict.fromkeys(("5070", "5080", "5090", "pro6000"), 120),
+}
+"""GPUs by name, and their compute capabilities, from NVIDIA's list of GPUs for CUDA."""
+_BRANDS = re.compile(r"nvidia|geforce|tesla|rtx|[\s_-]")
+
 Version = tuple[int, int]
 
 
@@ -34,6 +46,9 @@ class Target:
     device: str
     arch: Version = (0, 0)
     cuda: Version | None = None
+
+    def __str__(self) -> str:
+        return self.device if self.arch == (0, 0) else f"{self.device} sm{self.arch[0]}{self.arch[1]}"
 
     @property
     def runs_kernels(self) -> bool:
@@ -57,17 +72,31 @@ class Target:
 
 
 def target(device: str | torch.device) -> Target:
-    """The target of a device, or of an architecture that need not be here, as "sm90". UserError for other names."""
+    """The target of a device, or of a GPU that need not be here: "sm90", "H100". UserError for other names."""
     kind, _, index = str(device).partition(":")
+    kind = f"sm{number}" if (number := GPUS.get(_BRANDS.sub("", kind.lower()))) else kind
     if match := re.fullmatch(r"sm_?(\d{1,2})(\d)a?", kind):
-        if (number := int(match[1] + match[2])) not in ARCHITECTURES:
+        arch = int(match[1]), int(match[2])
+        if 10 * arch[0] + arch[1] not in ARCHITECTURES:
             raise UserError(f"no GPU has the architecture {kind!r}; known are sm{', sm'.join(map(str, ARCHITECTURES))}")
-        return Target("cuda", divmod(number, 10), _built_with())
-    if kind != "cuda":
-        return Target(_device_kind(kind))
+        return Target("cuda", arch, _built_with())
+    if kind != "cuda" or not (index or "0").isdigit():
+        return Target(_device_kind(str(device)))
     if not index and torch.cuda.is_available():
         index = str(torch.cuda.current_device())
     return cuda_target(int(index or 0))
+
+
+def require_here(device: str) -> None:
+    """Raise UserError if `device` is a CUDA device that this machine lacks. What it would run is then unknown.
+
+    A GPU's name asks for no device, and CUDA devices of other makes have no architecture.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    match = re.fullmatch(r"cuda(?::(\d+))?", device)
+    if match and int(match[1] or 0) >= count:
+        here = f"{count} CUDA devices are here" if count else "no CUDA device is here"
+        raise UserError(f'device is {device!r}, and {here}; name the GPU to plan for: "sm90", "H100", "4090"')
 
 
 @functools.cache
@@ -107,7 +136,8 @@ def _device_kind(kind: str) -> str:
     try:
         return torch.device(kind).type
     except RuntimeError:
-        message = f"unknown architecture {kind!r}; write sm and a compute capability, as sm90, or a device of torch"
+        known = "write sm and a compute capability, as sm90, a GPU's name, as H100, or a device of torch"
+        message = f"unknown architecture {kind!r}; {known}"
         raise UserError(message) from None
 
 
