@@ -1,5 +1,6 @@
 """Scripts for Transformer Engine run after `install()`, with its defaults and numerics, or are refused in one line."""
 
+import copy
 import importlib.metadata
 import importlib.util
 import pickle
@@ -71,6 +72,25 @@ def test_delayed_scaling_starts_as_there_from_a_scale_of_one(te) -> None:
         y.sum().backward()
         want = rounded(x, of_x) @ rounded(linear.weight.detach(), of_w).T
         assert torch.allclose(y, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("module", ["transformer_engine.common.recipe", "transformer_engine.pytorch"])
+def test_a_delayed_request_has_the_numbers_of_delayed_scaling(te, module) -> None:
+    """The first scale is 1 there too, and NaN and spikes count."""
+    recipe = import_module("transformer_engine.common.recipe")
+    request = import_module(module).DelayedScalingRequest
+    torch.manual_seed(0)
+    x, results = torch.randn(48, 64) * 50, []
+    linear = te.Linear(64, 32, bias=False)
+    for chosen in (recipe.DelayedScaling(), recipe.CustomRecipe(lambda role: request(fp8_format=recipe.Format.HYBRID))):
+        copied = copy.deepcopy(linear)
+        for _ in range(2):
+            with te.fp8_autocast(fp8_recipe=chosen):
+                y = copied(x)
+            y.sum().backward()
+            results += [y.detach(), copied.weight.grad.clone()]
+    assert all(map(torch.equal, results[:4], results[4:]))
+    assert isinstance(request(), duotone.DelayedScalingRequest) and request(margin=1).margin == 1
 
 
 def test_weights_are_normal_and_biases_zero_as_there(te) -> None:

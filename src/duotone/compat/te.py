@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+from duotone.compat.transformer_engine.environment import refuse_variables
 from duotone.compat.transformer_engine.instead import INSTEAD, MODULES_WITHOUT
 from duotone.compat.transformer_engine.names import MODULES, VERSION
 from duotone.errors import UserError
@@ -118,8 +119,10 @@ def install() -> None:
 
     Names, defaults and numerics are those of Transformer Engine. A name without a counterpart is a UserError that says
     what to write instead. Call `install` before anything imports or looks for `transformer_engine`. It may be called
-    again. UserError if the real package is imported already.
+    again. UserError if the real package is imported already, or if an environment variable of Transformer Engine asks
+    for numbers that Duotone has no counterpart of.
     """
+    refuse_variables()
     imported = sys.modules.get(ROOT)
     if imported is not None and not isinstance(imported, Names):
         raise UserError(

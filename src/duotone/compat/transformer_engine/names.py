@@ -18,10 +18,10 @@ TENSORS = "Float8BlockwiseQTensor Float8Tensor MXFP8Tensor NVFP4Tensor"
 RECIPE = {
     **_all(
         f"{PACKAGE}.recipe",
-        "CustomRecipe DelayedScaling Float8BlockScaling Float8CurrentScaling MMParams MXFP8BlockScaling "
-        "NVFP4BlockScaling QParams",
+        "CustomRecipe DelayedScaling DelayedScalingRequest Float8BlockScaling Float8CurrentScaling MMParams "
+        "MXFP8BlockScaling NVFP4BlockScaling QParams",
     ),
-    **_all("duotone.recipes", "DelayedScalingRequest Format QuantizerRole Recipe"),
+    **_all("duotone.recipes", "Format QuantizerRole Recipe"),
     "quantizer_factory": "duotone.compat:factories",
 }
 OPTIMIZERS = _all(f"{PACKAGE}.optimizers", "FusedAdam FusedSGD")
@@ -107,6 +107,7 @@ MODULES: dict[str, Mapping[str, str]] = {
 NORMAL = "duotone.{}, with init_method= for normal weights"
 ANYWHERE = "nothing: every recipe runs on every device"
 NUMERICS = "propagate_nonfinite=False for equal numerics"
+SCALE_ONE = "first_scale_from_amax=False, skip_nonfinite_amax=False, spike_factor=0.0"
 NATIVE = {
     **{name: NORMAL.format(name) for name in "Linear LayerNormLinear LayerNormMLP GroupedLinear".split()},
     **{name: NORMAL.format(name) for name in "MultiheadAttention TransformerLayer".split()},
@@ -117,8 +118,8 @@ NATIVE = {
     **dict.fromkeys(TENSORS.split(), QUANTIZED),
     **{f"check_{kind}_support": ANYWHERE for kind in "fp8 fp8_block_scaling mxfp8 nvfp4".split()},
     "CudaRNGStatesTracker": "torch.cuda.get_rng_state and set_rng_state",
-    "DelayedScaling": "duotone.DelayedScaling, with first_scale_from_amax=False, skip_nonfinite_amax=False, "
-    f"spike_factor=0.0 and {NUMERICS}",
+    "DelayedScaling": f"duotone.DelayedScaling, with {SCALE_ONE} and {NUMERICS}",
+    "DelayedScalingRequest": f"duotone.DelayedScalingRequest, with {SCALE_ONE}",
     "FP8GlobalStateManager": "duotone.autocast; states belong to modules: duotone.recipe_state",
     f"{PACKAGE}.ops:Linear": "duotone.ops.Linear, with zeros in its bias",
     f"{PACKAGE}.ops:GroupedLinear": "duotone.ops.GroupedLinear, with zeros in its biases",

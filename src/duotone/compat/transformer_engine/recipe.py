@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from duotone import recipes
+from duotone.compat.transformer_engine.environment import defaults
 from duotone.compat.transformer_engine.options import Options, by_name
 from duotone.errors import RecipeError
 
@@ -83,7 +84,10 @@ def _asks(kind: type[recipes.Recipe]) -> "classmethod[TheirRecipe, [], bool]":
 
 
 class TheirRecipe:
-    """Mixed in before a recipe of Duotone: takes Transformer Engine's arguments, and has its methods for the kind."""
+    """Mixed in before a recipe of Duotone: takes Transformer Engine's arguments, and has its methods for the kind.
+
+    Environment variables give defaults, as they do there: an argument goes before its variable.
+    """
 
     order: ClassVar[str]
     numerics: ClassVar[Options] = {}
@@ -92,8 +96,10 @@ class TheirRecipe:
     def __init__(self, *values: object, **options: object) -> None:
         title = type(self).__name__
         names = tuple(field.name for field in fields(self))  # type: ignore[arg-type]
-        named = by_name(title, self.order.split(), values, options)
-        super().__init__(**NUMERICS | self.numerics | translated(title, named, names))
+        order = self.order.split()
+        given, named = defaults({*names, *order}), by_name(title, order, values, options)
+        numbers = translated(title, given, names) | translated(title, named, names)
+        super().__init__(**NUMERICS | self.numerics | numbers)
 
     delayed = _asks(recipes.DelayedScaling)
     float8_current_scaling = _asks(recipes.Float8CurrentScaling)
@@ -115,6 +121,15 @@ class DelayedScaling(TheirRecipe, recipes.DelayedScaling):
         "margin fp8_format amax_history_len amax_compute_algo scaling_factor_compute_algo reduce_amax fp8_dpa fp8_mha"
     )
     numerics: ClassVar[Options] = {"first_scale_from_amax": False, "skip_nonfinite_amax": False, "spike_factor": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DelayedScalingRequest(recipes.DelayedScalingRequest):
+    """What a factory returns for delayed scaling with the numerics of `DelayedScaling` above: the first scale is 1."""
+
+    skip_nonfinite_amax: bool = False
+    spike_factor: float = 0.0
+    first_scale_from_amax: bool = False
 
 
 class Float8CurrentScaling(TheirRecipe, recipes.Float8CurrentScaling):
