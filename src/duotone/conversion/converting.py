@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from torch import nn
 
 from duotone.attention import DotProductAttention
-from duotone.conversion import experts, forwards, fusing
+from duotone.conversion import experts, fusing
 from duotone.conversion.attention_cores import add_cores, refuse_other_attention, refuse_without_interface, remove_cores
 from duotone.conversion.default_rules import with_default_rules
-from duotone.conversion.forwards import close_fast_paths, open_fast_paths
+from duotone.conversion.forwards import CONVERTED, close_fast_paths, open_fast_paths
 from duotone.conversion.left_alone import left_alone, refuse_left_alone
 from duotone.conversion.naming import named_modules, require_model, sites_of
 from duotone.conversion.notices import Place, report_unmatched, warn_of_surprises
-from duotone.conversion.targets import CONVERTED, original_class, parametrized_since, targets
+from duotone.conversion.targets import parametrized_since, release, targets
 from duotone.errors import UserError
 from duotone.planned.delayed_checkpoint import state_names
 from duotone.planned.parametrizations import reads_without_effect
@@ -51,6 +51,7 @@ def convert(
     - Modules of Duotone take the recipe, the rules and their full names too.
     - Subclasses of nn.Linear with another forward, and other modules that hold matrices, are not converted. `plan`
       shows them. Under `strict` they are an error unless a rule or the recipe asks for high precision.
+    - If an interrupt (Ctrl-C) stops it, another call of `convert` or of `revert` completes or undoes the work.
 
     RecipeError or UserError, before anything changes, if a recipe cannot be used.
     """
@@ -64,7 +65,12 @@ def convert(
 def convert_by(
     model: nn.Module, recipe: Recipe, rules: tuple[Rule, ...], *, schedule: Schedule | None = None, fuse: bool = False
 ) -> nn.Module:
-    """Do the work of `convert` with exactly these rules, without the default ones."""
+    """Do the work of `convert` with exactly these rules, without the default ones.
+
+    What an interrupt left in the middle of `convert` or `revert` is taken back first.
+    """
+    for module in [module for module in model.modules() if module.__dict__.get(CONVERTED) is False]:
+        release(module)
     refuse_without_interface(model)
     with reads_without_effect(model):
         _adopt(model, recipe, rules, schedule)
@@ -136,13 +142,10 @@ def revert(model: nn.Module) -> nn.Module:
     remove_cores(model)
     open_fast_paths(model)
     for module in list(model.modules()):
-        if issubclass(type(module), experts.PlannedExperts):
-            experts.release_experts(module)
+        if CONVERTED in module.__dict__:
+            release(module)
         elif isinstance(module, experts.ExpertsLinear):
             continue  # the owner of the plan drops it
-        elif isinstance(module, Planned) and module.__dict__.pop(CONVERTED, False):
-            module.release()
-            forwards.change_class(module, original_class(type(module)))
         elif isinstance(module, Planned):
             module.adopt(HIGH_PRECISION, (), module.module_name, module.site)
         elif isinstance(module, DotProductAttention):

@@ -16,6 +16,9 @@ from duotone.state import seeds
 
 PLACES = ("forward", "_old_forward")
 
+CONVERTED = "_converted"
+"""The mark of a module whose class convert changes: False while `convert` or `revert` is at work, then True or gone."""
+
 
 def is_replaced(module: nn.Module) -> bool:
     """Whether calls of the module may never reach the forward of its class."""
@@ -41,11 +44,16 @@ def _class_forwards(module: nn.Module) -> list[str]:
 
 
 def change_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Change the class of a module. The forward of the new class replaces that of the old one, in hooks too."""
-    places = _class_forwards(module)
+    """Change the class of a module. The forward of the new class replaces that of the old one, in hooks too.
+
+    Wherever an interrupt stops this, a change back to the base of the two classes completes it: only the derived class
+    meets a forward of the other one.
+    """
+    replaced = {name: MethodType(kind.forward, module) for name in _class_forwards(module)}
+    if not isinstance(module, kind):
+        module.__class__ = kind
+    module.__dict__.update(replaced)
     module.__class__ = kind
-    for name in places:
-        module.__dict__[name] = MethodType(kind.forward, module)
 
 
 @functools.cache
@@ -91,8 +99,8 @@ def close_fast_paths(model: nn.Module) -> None:
     `use_nested_tensor` is set.
     """
     for module, switch in _switches(model):
-        if BEFORE not in module.__dict__ and any(isinstance(part, Planned) for part in module.modules()):
-            module.__dict__[BEFORE] = getattr(module, switch)
+        if any(isinstance(part, Planned) for part in module.modules()):
+            module.__dict__.setdefault(BEFORE, getattr(module, switch))
             setattr(module, switch, type(getattr(module, switch))(0))
 
 
@@ -100,7 +108,8 @@ def open_fast_paths(model: nn.Module) -> None:
     """Undo `close_fast_paths`."""
     for module, switch in _switches(model):
         if BEFORE in module.__dict__:
-            setattr(module, switch, module.__dict__.pop(BEFORE))
+            setattr(module, switch, module.__dict__[BEFORE])
+            del module.__dict__[BEFORE]
 
 
 def is_fast_path_closed(module: nn.Module) -> bool:

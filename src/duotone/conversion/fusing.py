@@ -88,9 +88,10 @@ def unfuse(model: nn.Module) -> None:
     """Undo `fuse`. Parameters do not change."""
     for module in model.modules():
         module.__dict__.pop(LEFT_ALONE, None)
-        if module.__dict__.pop(FUSED, None) is not None:
+        if FUSED in module.__dict__:  # it goes last, so that a call after an interrupt completes the change
             module.__dict__.pop("_rewritten", None)
             forwards.change_class(module, plain_class(module))
+            del module.__dict__[FUSED]
 
 
 def fused_row(module: nn.Module, recipe: Recipe | None) -> str:
@@ -103,8 +104,8 @@ def fused_row(module: nn.Module, recipe: Recipe | None) -> str:
 
 
 def _change(module: nn.Module, mixin: type, pipeline: Pipeline) -> None:
-    forwards.change_class(module, forwards.planned_class(mixin, type(module)))
     module.__dict__[FUSED] = pipeline
+    forwards.change_class(module, forwards.planned_class(mixin, type(module)))
 
 
 def _find(model: nn.Module, samples: Mapping[nn.Module, Tensor]) -> Findings:

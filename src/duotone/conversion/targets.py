@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from duotone.conversion import experts, forwards
+from duotone.conversion.forwards import CONVERTED
 from duotone.conversion.left_alone import Reasons
 from duotone.conversion.naming import named_modules
 from duotone.conversion.transposed import TransposedLinear, is_transposed
@@ -22,9 +23,6 @@ from duotone.recipes.rules import Rule
 from duotone.recipes.schedule import Phase
 from duotone.tensor import Quantizer
 from duotone.tensor.quantizer import quantizer_of
-
-CONVERTED = "_converted"
-"""Marks a module whose class convert changed."""
 
 PARAMETRIZED = "_parametrized_class"
 """The attribute of a class that convert made for a parametrized module: the class that torch had given it."""
@@ -58,11 +56,18 @@ class Target:
         return slots[0]
 
     def adopt(self, recipe: Recipe, rules: tuple[Rule, ...], slots: dict[str, Quantizer]) -> None:
-        """Change the class of the module in place, and give it the recipe, the rules and its quantizers by slot."""
+        """Change the class of the module in place, and give it the recipe, the rules and its quantizers by slot.
+
+        Its mark says so first, and says last that the module is complete: see `release`.
+        """
+        if not isinstance(self.module, Planned):
+            self.module.__dict__[CONVERTED] = False
         module = self._converted()
         module.adopt(recipe, rules, self.name, self.site, slots)
         module.plans.prepare(recipe)
         forwards.settle(module)
+        if CONVERTED in self.module.__dict__:
+            self.module.__dict__[CONVERTED] = True
 
     def _converted(self) -> Planned:
         """The module that follows plans, after a change of class if it needs one."""
@@ -72,7 +77,6 @@ class Target:
             is_special = is_parametrized(self.module)
             kind = _parametrized_class(self.module) if is_special else converted_class(type(self.module))
             forwards.change_class(self.module, kind)
-            self.module.__dict__[CONVERTED] = True
         return self.module  # type: ignore[return-value]
 
     def _request(self, recipe: Recipe, rules: tuple[Rule, ...]) -> PlanRequest:
@@ -83,6 +87,20 @@ class Target:
             return PlanRequest(recipe, rules, *fields, site=self.site, linears=linears)
         request = self.module.plans.request(recipe, Call(device, dtype, self.grads))
         return replace(request, rules=rules, name=self.name, site=self.site)
+
+
+def release(module: nn.Module) -> None:
+    """Take away all that convert gave a module with the mark, and its class; the mark goes last.
+
+    An interrupt may stop this, or the conversion, at any line: another call completes it.
+    """
+    module.__dict__[CONVERTED] = False
+    if issubclass(type(module), experts.PlannedExperts):
+        experts.release_experts(module)
+    else:
+        Planned.release(module)  # type: ignore[arg-type]  # the class may be the plain one again
+        forwards.change_class(module, original_class(type(module)))
+    del module.__dict__[CONVERTED]
 
 
 def targets(model: nn.Module, skipped: Reasons, sites: Mapping[str, Site]) -> list[Target]:

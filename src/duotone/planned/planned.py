@@ -97,8 +97,9 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
             traced_stages.take(self.plans, recipe.key, answers)
 
     def release(self) -> None:
-        """Remove everything that `adopt` and plans added."""
-        self.plans.retire()
+        """Remove everything that `adopt` and plans added, also if an interrupt stopped `adopt` or this call before."""
+        if "plans" in self.__dict__:
+            self.plans.retire()
         for attribute in (*CONFIGURATION, "_rewritten", seeds.LOADED, seeds.RESTORED):
             self.__dict__.pop(attribute, None)
         self._buffers.pop(seeds.BUFFER, None)
