@@ -16,7 +16,7 @@ from duotone.lab.config import TrainConfig
 from duotone.lab.data import Corpus
 from duotone.lab.loop import Run
 from duotone.lab.ranking import Judgement
-from duotone.lab.schema import Curves, Document, Json, RunEntry, Settings
+from duotone.lab.schema import Curves, Document, Machine, RunEntry, Settings
 
 PERTURBATION = 1e-6
 """Relative noise on the initial weights of the noise run."""
@@ -69,7 +69,7 @@ def digests(config: TrainConfig, corpus: Corpus) -> dict[str, str]:
     return {"data": corpus.digest, "model": models.get(config.model).digest(config.preset)}
 
 
-def machine(device: str) -> Json:
+def machine(device: str) -> Machine:
     """What the numbers were measured on."""
     return {
         "torch": torch.__version__,

@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ from duotone.serving import file_lock
 ASIDE = ".old"
 LOCK = ".lock"
 LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+(\.old)?", re.DOTALL)
+JSON_BYTES = 1 << 28
+"""The largest JSON file that is read: a larger one takes gigabytes of memory."""
 NAME_BYTES = 60
 """How many bytes of a name a temporary name repeats. File systems take 255 bytes; a character has up to four."""
 
@@ -36,6 +39,8 @@ def _with_finite_numbers(value: object) -> object:
 def read_json(path: Path, absent: str, damaged: str) -> object:
     """The value in a JSON file. UserError with the remedy `absent` or `damaged` if the file has none."""
     with path_errors("cannot read", path, absent):
+        if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > JSON_BYTES:
+            raise UserError(f"{path} is no file of at most {JSON_BYTES} bytes: {damaged}")
         content = path.read_bytes()
     try:
         return json.loads(content)

@@ -70,7 +70,7 @@ class Judgement:
         self._losses = {name: _losses_at(self.step, sound.get(name, ())) for name in self.recipes}
         base = _losses_at(self.step, reference)
         self.gaps = {
-            name: {seed: 100.0 * (losses[seed] - base[seed]) / base[seed] for seed in losses if seed in base}
+            name: {seed: 100.0 * (losses[seed] - base[seed]) / base[seed] for seed in losses if base.get(seed)}
             for name, losses in self._losses.items()
         }
         noise = {run.name for run in runs if run.is_noise}

@@ -1,12 +1,66 @@
-"""The JSON document of a comparison or a training run, which the report page reads."""
+"""The JSON document of a comparison or a training run, which the report page reads.
+
+Types, lengths and bounds of all values are data here, and `fits` checks a document against them. So whatever fits has a
+page, in a time that grows with the size of its file.
+"""
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache, partial
 from types import UnionType
-from typing import Any, NotRequired, Required, TypedDict, cast, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    Required,
+    TypedDict,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+
+
+@dataclass(frozen=True)
+class Within:
+    """Numbers from `least` to `most`, or lists and texts of such a length. JSON has no NaN, and no infinities."""
+
+    least: float
+    most: float
+
+    def __contains__(self, value: Any) -> bool:
+        return self.least <= (value if isinstance(value, int | float) else len(value)) <= self.most
+
+
+class Iso:
+    """Times in ISO 8601."""
+
+    def __contains__(self, value: str) -> bool:
+        try:
+            return bool(datetime.fromisoformat(value))
+        except ValueError:
+            return False
+
+
+DEPTH = 50
+"""How deep lists and tables of no declared type may lie in each other."""
+
+Number = Annotated[float, Within(-1e100, 1e100)]
+Magnitude = Annotated[float, Within(0, 1e100)]
+Positive = Annotated[float, Within(1e-100, 1e100)]
+Count = Annotated[int, Within(0, 2**63)]
+Features = Annotated[int, Within(1, 2**53)]
+Pair = Annotated[Sequence[Features], Within(2, 2)]
+Power = Annotated[int, Within(-(2**20), 2**20)]
+Name = Annotated[str, Within(0, 4000)]
+"""A name of a module or of a run."""
 
 Json = Mapping[str, object]
-Loss = tuple[int, float | None]
+Loss = tuple[Count, Number | None]
 """A step, counted from one, and its loss in nats. None stands for a loss that was not finite."""
 
 Losses = Sequence[Loss]
@@ -15,7 +69,7 @@ Losses = Sequence[Loss]
 class GemmEntry(TypedDict):
     """One GEMM of one module: a row of `duotone.plan`."""
 
-    module: str
+    module: Name
     gemm: str | None
     a: str | None
     b: str | None
@@ -28,22 +82,22 @@ class GemmEntry(TypedDict):
 class PlaneEntry(TypedDict):
     """What one plane of one tensor lost, as `duotone.observe` tells it; results of earlier versions have no events."""
 
-    module: str
+    module: Name
     role: str
     plane: str
     format: str
-    samples: int | None
-    snr_db: float | None
-    underflow: float | None
-    saturation: float | None
-    amax: float | None
-    bias: NotRequired[float | None]
-    cosine: NotRequired[float | None]
-    nan: NotRequired[int]
-    inf: NotRequired[int]
-    dynamic_range_bits: NotRequired[float | None]
-    amaxes_skipped: NotRequired[int]
-    spikes_clamped: NotRequired[int]
+    samples: Count | None
+    snr_db: Number | None
+    underflow: Number | None
+    saturation: Number | None
+    amax: Number | None
+    bias: NotRequired[Number | None]
+    cosine: NotRequired[Number | None]
+    nan: NotRequired[Count]
+    inf: NotRequired[Count]
+    dynamic_range_bits: NotRequired[Number | None]
+    amaxes_skipped: NotRequired[Count]
+    spikes_clamped: NotRequired[Count]
 
 
 class DriftEntry(TypedDict):
@@ -53,13 +107,13 @@ class DriftEntry(TypedDict):
     above what their scale can hold. Exact planes have no limit.
     """
 
-    step: int
+    step: Count
     role: str
     plane: str
-    snr_db: float | None
-    amax: NotRequired[float]
-    limit: NotRequired[float | None]
-    clipped: NotRequired[float]
+    snr_db: Number | None
+    amax: NotRequired[Magnitude]
+    limit: NotRequired[Magnitude | None]
+    clipped: NotRequired[Magnitude]
 
 
 class SpreadEntry(TypedDict):
@@ -67,52 +121,52 @@ class SpreadEntry(TypedDict):
 
     role: str
     plane: str
-    lowest: int
-    counts: Sequence[int]
-    scales: NotRequired[Sequence[int]]
+    lowest: Power
+    counts: Sequence[Count]
+    scales: NotRequired[Sequence[Count]]
 
 
 class OperandEntry(TypedDict):
     """One operand: how far its two planes differ as a share of it, and channels whose amax stands out."""
 
-    module: str
+    module: Name
     role: str
-    disagreement: float | None
-    channels: int
-    outliers: int
-    largest_channel: int
-    over_median: float | None
+    disagreement: Number | None
+    channels: Count
+    outliers: Count
+    largest_channel: Count
+    over_median: Number | None
 
 
 class EventEntry(TypedDict):
     """What happened at a step of a run, in words."""
 
-    step: int
+    step: Count
     text: str
 
 
 class ProductEntry(TypedDict):
     """The relative error of one GEMM, and the error that independent errors of its operands would cause."""
 
-    module: str
+    module: Name
     gemm: str
-    error: float
-    expected: float
+    error: Magnitude
+    expected: Positive
 
 
 class ModuleEntry(TypedDict):
     """Bytes that one module owns and that autograd keeps for it, as `duotone.observe.ledger` tells them."""
 
-    module: str
-    weights: int
-    caches: int
-    saved: int
+    module: Name
+    weights: Count
+    caches: Count
+    saved: Count
 
 
 class RepeatEntry(TypedDict):
     """The same recipe under another seed."""
 
-    seed: int
+    seed: Count
     train_loss: Losses
     heldout_loss: Losses
     error: str | None
@@ -125,11 +179,11 @@ class Verdict(TypedDict, total=False):
     each with its seed. Recipes that cannot be told apart share a rank.
     """
 
-    judged_loss: float | None
-    gap_percent: Required[float | None]
-    gap_margin: float | None
-    gaps: Sequence[Sequence[float]]
-    rank: int | None
+    judged_loss: Number | None
+    gap_percent: Required[Number | None]
+    gap_margin: Number | None
+    gaps: Sequence[Sequence[Number]]
+    rank: Count | None
 
 
 class Observations(TypedDict):
@@ -155,8 +209,8 @@ class Curves(TypedDict):
 
     train_loss: Losses
     heldout_loss: Losses
-    final_train_loss: float | None
-    final_heldout_loss: float | None
+    final_train_loss: Number | None
+    final_heldout_loss: Number | None
     repeats: NotRequired[Sequence[RepeatEntry]]
 
 
@@ -166,35 +220,51 @@ class RunEntry(Curves, Verdict, Observations):
     `steps`: the planned number, if the document has the runs of two results.
     """
 
-    name: str
+    name: Name
     recipe: Json
     is_reference: bool
     is_noise: bool
-    steps: NotRequired[int]
-    step_ms: float | None
-    tokens_per_second: float | None
-    peak_memory_bytes: int | None
-    weight_bytes: int | None
-    saved_activation_bytes: int | None
+    steps: NotRequired[Count]
+    step_ms: Number | None
+    tokens_per_second: Number | None
+    peak_memory_bytes: Count | None
+    weight_bytes: Count | None
+    saved_activation_bytes: Count | None
     error: str | None
 
 
 class Noise(TypedDict, total=False):
     """Relative noise on the initial weights of the noise run, and how far that run ended from the reference."""
 
-    perturbation: float
-    gap_percent: float | None
+    perturbation: Number
+    gap_percent: Number | None
 
 
 class SearchEntry(TypedDict):
     """The goal of a search, and the predicted cost and memory of its recipe, both over bf16."""
 
     recipe: str
-    kind: str
-    value: float
-    gap_percent: float
-    speed: float | None
-    memory: float
+    kind: Literal["speed", "memory", "gap"]
+    value: Number
+    gap_percent: Number
+    speed: Number | None
+    memory: Number
+
+
+OldLinears = Annotated[Sequence[tuple[Features, Features, Annotated[int, Within(0, 200)]]], Within(0, 20)]
+"""Features in and out, and the number of linears with them, in results of earlier versions."""
+
+
+class Machine(TypedDict, total=False):
+    """What the numbers were measured on."""
+
+    torch: str
+    python: str
+    commit: str | None
+    device: str
+    processor: str
+    threads: Count
+    compiled_casts: bool
 
 
 class Settings(TypedDict, total=False):
@@ -207,20 +277,20 @@ class Settings(TypedDict, total=False):
     command: str | None
     preset: str
     model: str
-    parameters: int
+    parameters: Count
     data: str
-    data_bytes: int
+    data_bytes: Count
     digests: Json
-    steps: int
-    tokens_per_step: int
-    context: int
-    seed: int
-    seeds: int
-    judged_step: int | None
-    linears: Mapping[str, Sequence[int]] | Sequence[Sequence[int]]
-    size: Sequence[int]
+    steps: Count
+    tokens_per_step: Count
+    context: Count
+    seed: Count
+    seeds: Count
+    judged_step: Count | None
+    linears: Mapping[str, Pair] | OldLinears
+    size: Pair
     search: SearchEntry
-    learning_rate: float
+    learning_rate: Number
     noise: Noise | None
     config: Json
     differences: Mapping[str, Sequence[object]]
@@ -231,33 +301,43 @@ class Document(TypedDict):
     """All runs; `partial` where they were stopped."""
 
     duotone: str
-    created: str
+    created: Annotated[str, Iso()]
     partial: bool
-    machine: Json
+    machine: Machine
     settings: Settings
-    runs: list[RunEntry]
+    runs: Annotated[list[RunEntry], Within(0, 300)]
 
 
-_fields = cache(get_type_hints)
+_fields = cache(partial(get_type_hints, include_extras=True))
 
 
-def fits(value: object, kind: object) -> bool:
-    """Whether `value`, read from JSON, is of `kind`, a type of this file. A table may have more keys."""
+def fits(value: object, kind: object, depth: int = 0) -> bool:
+    """Whether `value`, read from JSON, is of `kind`, a type of this file. A table may have more keys.
+
+    `depth` counts the lists and tables of no declared type that `value` lies in.
+    """
     origin, arguments = get_origin(kind) or kind, get_args(kind)
-    if origin is UnionType:
+    if origin is Annotated:
+        return fits(value, arguments[0]) and value in arguments[1]
+    if origin is Literal:
+        return value in arguments
+    if origin in (UnionType, Union, Required, NotRequired):
         return any(fits(value, each) for each in arguments)
     if is_typeddict(kind):
         fields = _fields(kind)
         return (
             isinstance(value, dict)
             and getattr(kind, "__required_keys__", frozenset()) <= value.keys()
-            and all(fits(value[key], fields[key]) for key in fields.keys() & value.keys())
+            and all(fits(value[key], fields.get(key, object), 1) for key in value)
         )
     if origin is Mapping:
-        return isinstance(value, dict) and all(fits(each, arguments[1]) for each in value.values())
+        return isinstance(value, dict) and all(fits(each, arguments[1], 1) for each in value.values())
     if origin is tuple:
         return isinstance(value, list) and len(value) == len(arguments) and all(map(fits, value, arguments))
     if origin in (list, Sequence):
         return isinstance(value, list) and all(fits(each, arguments[0]) for each in value)
-    kinds = (int, float) if kind in (int, float) else kind
-    return isinstance(value, cast(type, kinds))
+    if origin is object:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return depth < DEPTH and all(fits(each, object, depth + 1) for each in inner)
+    kinds = (int, float) if kind is float else kind
+    return isinstance(value, cast(type, kinds)) and (kind is bool or not isinstance(value, bool))

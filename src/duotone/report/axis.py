@@ -51,7 +51,7 @@ def round_step(raw: float) -> float:
 def round_out(low: float, high: float, ticks: int = 5) -> tuple[float, float]:
     """The closest limits around `low` and `high` that are themselves ticks."""
     if high <= low:
-        high = low + 1
+        high = low + max(1.0, 1e-6 * abs(low))  # a large number plus 1 is that number
     step = round_step((high - low) / ticks)
     return step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9)
 

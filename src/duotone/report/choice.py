@@ -109,8 +109,9 @@ def answer(result: Document) -> str:
         return f"No recipe is named: the two results differ in {differing}, so their gaps are not of recipes alone."
     runs, reference, where = compared(result), reference_of(result), hardware(result)
     if reference is not None and (search := result["settings"].get("search")) is not None:
-        run = next(run for run in result["runs"] if run["name"] == search["recipe"])
-        return _searched(search, run, where, reference["name"])
+        for run in result["runs"]:
+            if run["name"] == search["recipe"]:
+                return _searched(search, run, where, reference["name"])
     if not runs or reference is None:
         return ""
     base, best = reference["name"], _best(result, where)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -96,9 +97,13 @@ def _reaches(names: set[str], top: int) -> list[Reach]:
 def _powers(name: str) -> int | None:
     """The powers of two, counted down from that of a block's largest element, that do not become zero in the format."""
     try:
-        fmt = formats.get(name)
+        return _powers_of(formats.get(name))
     except UserError:
         return None
+
+
+@cache
+def _powers_of(fmt: formats.Format) -> int | None:
     x = torch.zeros(POWERS, 128)
     x[:, 0], x[:, 1] = 1.0, 2.0 ** -torch.arange(POWERS)
     survivors = int((fmt.decode(fmt.encode(x), torch.float32)[:, 1] != 0).sum())
