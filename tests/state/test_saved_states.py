@@ -191,7 +191,10 @@ def quantized_linear() -> nn.Module:
     "write", [lambda w, x: w.copy_(x), lambda w, x: w.zero_().add_(x), lambda w, x: w.data.copy_(x)]
 )
 def test_values_that_are_written_before_the_first_step_get_a_scale_of_their_own(write) -> None:
-    """Far above and far below the first ones, as initializers and pretrained values are. Later, histories decide."""
+    """Far above and far below the first ones, as initializers and pretrained values are.
+
+    After the first step the scale of the history stays, unless it would clip.
+    """
     torch.manual_seed(0)
     for factor in (2.0**-12, 2.0**6):
         m, values = quantized_linear(), torch.randn(32, 32) * factor
@@ -200,9 +203,13 @@ def test_values_that_are_written_before_the_first_step_get_a_scale_of_their_own(
             write(m.weight, values)
             assert torch.allclose(m.weight.dequantize(), values, rtol=2**-4, atol=factor * 2.0**-6)
         m(torch.randn(4, 32)).sum().backward()
+        scale = m.duotone_forward.scale[2].item()
         with torch.no_grad():
+            write(m.weight, values * 0.5)
+            assert m.duotone_forward.scale[2] == scale
             write(m.weight, values * 64)
-        assert m.weight.dequantize().abs().max() < values.abs().max() * 1.01
+        assert torch.allclose(m.weight.dequantize(), values * 64, rtol=2**-4, atol=factor * 64 * 2.0**-6)
+        assert m.duotone_forward.scale[2] < scale
 
 
 def test_a_loaded_history_is_that_of_the_values_beside_it() -> None:

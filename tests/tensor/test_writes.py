@@ -25,7 +25,7 @@ from duotone import formats
 from duotone.comm import ShardContext
 from duotone.compat.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer
 from duotone.errors import MissingPlaneError, UserError
-from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer, writes
+from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer, in_place
 from duotone.tensor.plane_tensor import plain
 from duotone.tensor.shards import ask, spans
 from duotone.tensor.traced_writes import encode_traced
@@ -337,16 +337,17 @@ def test_an_optimizer_step() -> None:
         assert isinstance(w, QuantizedTensor) and same(w.detach(), MX.quantize(plain.detach()))
 
 
+@pytest.mark.filterwarnings("ignore:.*of this update arrives")
 def test_an_optimizer_writes_long_lists_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """issue 18: no copy of all weights in high precision at once, and the bits of one that is written whole."""
     part_sizes: list[int] = []
     monkeypatch.setattr(
-        writes, "write_all", lambda all, write=writes.write_all: (part_sizes.append(len(all)), write(all))
+        in_place, "write_all", lambda all, write=in_place.write_all: (part_sizes.append(len(all)), write(all))
     )
     for options in ({"foreach": True}, {"fused": True}):
         results = []
-        for at_once in (writes.AT_ONCE, 2 * X.numel()):
-            monkeypatch.setattr(writes, "AT_ONCE", at_once)
+        for at_once in (in_place.AT_ONCE, 2 * X.numel()):
+            monkeypatch.setattr(in_place, "AT_ONCE", at_once)
             parameters = [torch.nn.Parameter(q.quantize(X + at)) for at, q in enumerate((MX, FP8, HYBRID, MX, MX))]
             parameters.insert(1, torch.nn.Parameter(Y.clone()))
             for at, p in enumerate(parameters):

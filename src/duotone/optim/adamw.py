@@ -37,7 +37,10 @@ class AdamW(Optimizer):
     - Quantized parameters, and with `master_weights` those in bf16 and fp16, have moments and a master in fp32. The
       step updates the master. The parameter becomes `parameter.copy_(master)`: rounded to its dtype or, if it is
       quantized, encoded to each of its planes by its quantizer.
-    - Parameters and their buffers stay the same objects.
+    - Parameters and their buffers stay the same objects. If other code writes a parameter between two steps, its master
+      follows, except where its rounded value is what the parameter holds: a swap that is taken back loses nothing.
+      A write to a plain parameter through `.data` leaves no trace and is written back over: use
+      `with torch.no_grad(): parameter.copy_(...)`.
     - If a parameter is a DTensor, each rank updates its shard, and the state is DTensors with the same placement. Ranks
       agree on scales that span shards in one collective for all parameters.
     - `params` are tensors, named tensors or groups; `lr`, `betas`, `eps` and `weight_decay` are as in torch.
@@ -129,7 +132,9 @@ class AdamW(Optimizer):
             for p, of in zip(parameters, numbers_of(group, [self.state[p]["step"] for p in parameters]), strict=True):
                 master = self._update(p, of)
                 encoded += [(shard_of(p), master)] if master is not None else []
-        write_all([(shard, master) for shard, master in encoded if isinstance(shard, QuantizedTensor)])
+        write_all(
+            [(shard, master) for shard, master in encoded if isinstance(shard, QuantizedTensor)], by_training=True
+        )
         self._marks.update((p, Mark.of(p)) for _, ps in computed for p in ps)  # pieces of a weight share a version
         return loss
 
@@ -201,7 +206,7 @@ class AdamW(Optimizer):
         is_written = write(shard, step, numbers)
         store_first_moment(state, first)
         if not is_written and isinstance(shard, QuantizedTensor) and shard.context.shard is None:
-            write_all([(shard, master)])
+            write_all([(shard, master)], by_training=True)
             is_written = True
         if is_distributed(parameter):
             torch.autograd.graph.increment_version(parameter)

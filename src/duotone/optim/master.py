@@ -90,43 +90,45 @@ class Mark(NamedTuple):
 
 
 def adopt_writes(parameter: Tensor, master: Tensor, mark: Mark) -> None:
-    """Copy to the master what other code wrote into the parameter since the mark.
+    """Let the master follow what other code wrote into the parameter since the mark.
 
-    - A new version shows that the parameter was written.
-    - After a move to other memory, after a load, and beside pieces of one weight, which share a version, it may have
-      been written or not. Then the master takes the elements that differ from its rounded values.
+    An element whose rounded master is what the parameter holds keeps its master, whoever wrote. So weights that are
+    swapped out and back lose nothing. Each other element of the master takes the value of the parameter.
+
     - A parameter that was converted to another format, and not written, keeps its master.
+    - A master that rounds at random cannot be rounded again. It takes all values if a new version shows a write.
+    - Writes to a plain parameter through `.data` leave no version and are overwritten: docs/limits.md.
     """
     now = Mark.of(parameter)
     is_moved = now.memory != mark.memory or now.offset != mark.offset
     if not is_moved and now.version == mark.version:
         return
-    is_alike = now.format == mark.format
-    if not is_alike and vars(parameter).get(CONVERTED) == (mark.version, now.version):
+    if now.format != mark.format and vars(parameter).get(CONVERTED) == (mark.version, now.version):
         return
-    parameter = shard_of(parameter)
-    values = values_of(parameter)
-    if is_alike and (is_moved or mark.is_load or parameter.untyped_storage().nbytes() > parameter.nbytes):
-        expected = _rounded(parameter, master, mark.dtype)
-        if expected is None:
-            return
-        values = torch.where(values == expected, master, values)
-    master.copy_(values)
+    shard = shard_of(parameter)
+    values, expected = values_of(shard), _rounded(shard, master, mark.dtype)
+    if expected:
+        is_same = torch.stack([values == each for each in expected]).any(0)
+        master.copy_(torch.where(is_same, master, values))
+    elif not (is_moved or mark.is_load or shard.untyped_storage().nbytes() > shard.nbytes):  # pieces share a version
+        master.copy_(values)
 
 
-def _rounded(parameter: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The values of the parameter in `dtype`, if only a step wrote it. None if they cannot be computed again.
+def _rounded(parameter: Tensor, master: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return the values that the parameter, in `dtype` then, has if it holds the rounded master.
 
-    Shards agree on their scales, so all ranks call this.
+    The others are of a quantized parameter whose dequantized values were written back, which may give other scales.
+    The list is empty if the values cannot be computed again. Shards agree on scales, so all ranks call this.
     """
     if not isinstance(parameter, QuantizedTensor):
-        return master.to(dtype).to(parameter.dtype)
+        return [master.to(dtype).to(parameter.dtype)]
     quantizer = parameter.quantizer
     if quantizer.is_stochastic or not quantizer.is_repeatable:
-        return None
+        return []
     written = parameter.detach().clone()
     assert isinstance(written, QuantizedTensor)
     scales = [plane.parts["scale"] if plane and plane.format.is_delayed else None for plane in written.planes]
     row, col = (None if scale is None else FixedScale(torch.ones_like(scale) / scale) for scale in scales)
     written.context = replace(parameter.context, slots=(row or col, col))  # the scales may have clipped the master
-    return values_of(written.copy_(master))
+    once = values_of(written.copy_(master))
+    return [once, *(values_of(written.copy_(once.to(back))) for back in (torch.float32, dtype))]

@@ -157,7 +157,7 @@ def _target(parameter: QuantizedTensor, master: Tensor) -> "Target | None":
         return None
     from duotone.kernels.adamw import Target
 
-    context = parameter._write_context()
+    context = parameter._write_context(by_training=True)
     slot = context.slots[0] if row is not None else context.slots[1] or context.slots[0]
     parts = *_buffers(row), *_buffers(None if parameter.planes.aliased else col)
     contiguous = all(part is None or part.is_contiguous() for part in parts)

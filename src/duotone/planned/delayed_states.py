@@ -17,12 +17,13 @@ from duotone.recipes.delayed import check_requests
 from duotone.recipes.roles import Site
 from duotone.state import rolling
 from duotone.state.delayed import DelayedState
-from duotone.state.delayed_slot import DelayedSlot
+from duotone.state.delayed_slot import DelayedSlot, FirstScale
 from duotone.state.region import AmaxMode
 from duotone.state.torch_private import real_tensors
 from duotone.tensor import History, QuantizedTensor, Quantizer
-from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.context import QuantizeContext
 from duotone.tensor.fsdp import shard_of
+from duotone.tensor.history import clips
 from duotone.tensor.plane_tensor import PlaneTensor, plain
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ def with_slots(plan: LinearPlan, numbers: tuple[str, str], group: str, mode: Ama
     def slot(operand: str, side: int) -> DelayedSlot:
         if operand == "gradient":
             return DelayedSlot(backward, member * BACKWARD_SLOTS + side, group, AmaxMode.RECORD, backward=True)
-        return DelayedSlot(forward, member * FORWARD_SLOTS + FIRST[operand] + side, group, mode)
+        of_call = AmaxMode.FIT if operand == "weight" and mode is AmaxMode.USE else mode
+        return DelayedSlot(forward, member * FORWARD_SLOTS + FIRST[operand] + side, group, of_call)
 
     return plan.with_slots(slot)
 
@@ -227,16 +229,24 @@ def _clips(state: DelayedState, slot: int, weight: QuantizedTensor, values: Tens
         return False
     amax = amax_of(values.detach().reshape(len(values), -1)).to(state.scale.device)
     amax = amax if weight.context.shard is None else weight.context.shard.max(amax)
-    clips = amax * state.scale[slot] > state.largest[slot] * (1 + 2**-20)  # a scale is rounded
-    return bool(clips & amax.isfinite())
+    return bool(clips(amax, state.scale[slot], state.largest[slot]))
 
 
 def weight_context(module: "Planned", plan: LinearPlan, member: int = 0) -> QuantizeContext:
-    """The context that encodes a weight with the present scales of its state and records nothing. Codes are uint8."""
+    """The context that encodes a weight for storage, and records nothing. Codes are uint8.
+
+    The scale is that of the module's state if it does not clip the weight, else it follows from the weight.
+    """
     state = module._modules.get(FORWARD_STATE)
-    if not isinstance(state, DelayedState):
-        return LOCAL
-    return replace(with_slots(plan, (state.number, ""), "", AmaxMode.USE, member).weight.context, typed=False)
+    if isinstance(state, DelayedState):
+        slotted = with_slots(plan, (state.number, ""), "", AmaxMode.USE, member)
+    else:
+        parameters = agreed_history(plan.quantizers)
+        sides = largest(plan.weight.quantizer)
+        slotted = plan.with_slots(
+            lambda operand, side: FirstScale(sides[side] if operand == "weight" else 0.0, parameters)
+        )
+    return replace(slotted.weight.context, typed=False)
 
 
 def largest(quantizer: Quantizer) -> list[float]:

@@ -12,9 +12,10 @@ from duotone.comm import require_same
 from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import IDENTITY
 from duotone.linear.core import record
+from duotone.linear.layout import compared
 from duotone.pipeline.op import is_distributed
 from duotone.pipeline.titles import title
-from duotone.planned.delayed_states import name_on_all_ranks
+from duotone.planned.delayed_states import name_on_all_ranks, weight_context
 from duotone.planned.sent_weights import send_planes
 from duotone.planned.split_parameters import is_split, require_one_weight
 from duotone.state.autocast_context import DEFAULT_RECIPE, HIGH_PRECISION
@@ -137,16 +138,21 @@ def quantize_weights(module: "Planned") -> None:
         return
     require_one_weight(module, title(module))
     recipe = region.recipe or (DEFAULT_RECIPE if module.recipe == HIGH_PRECISION else module.recipe)
-    quantizer = module.plans.plan(recipe).weight.quantizer
+    plan = module.plans.plan(recipe)
+    quantizer = plan.weight.quantizer
     module.recipe = recipe if module.recipe == HIGH_PRECISION else module.recipe
     if quantizer.rowwise == quantizer.columnwise == IDENTITY:
         return
     if region.preserve_high_precision_init_val:
         module.__dict__[PRESERVES] = True  # `reset_parameters` does so too
     values = {id(weight): weight.detach() for weight in module.weight_parameters}
+    members = {id(weight): member for member, weight in enumerate(module.weight_parameters)}
     for name, weight in list(module.named_parameters(recurse=False)):
         if id(weight) in values:
-            parameter = quantized_parameter(weight, quantizer, preserve=region.preserve_high_precision_init_val)
+            ctx = weight_context(module, plan, members[id(weight)])
+            parameter = quantized_parameter(
+                weight, quantizer, preserve=region.preserve_high_precision_init_val, ctx=ctx
+            )
             module.refuse_held(parameter)
             setattr(module, name, parameter)
     if any(quantizer.delayed):
@@ -250,10 +256,10 @@ def follow(parameter: PlaneTensor, target: Quantizer) -> None:
 
 
 def described(module: "Planned", name: str, *, with_formats: bool = True) -> list[str]:
-    """The recipe of a module and the formats of its slots, in words that ranks compare."""
+    """The recipe of a module, and the formats and delayed parameters of its slots, in words that ranks compare."""
     answers = module.plans.answer(module.recipe) if with_formats else {}
-    formats = (f"{name}: {slot} {fmt and fmt.name}" for slot, q in answers.items() for fmt in (q.rowwise, q.columnwise))
-    return [f"{name}: {module.recipe.name}", *formats]
+    words = (f"{name}: {slot} {word}" for slot, quantizer in answers.items() for word in compared(quantizer))
+    return [f"{name}: {module.recipe.name}", *words]
 
 
 def _require_same_recipe(module: "Planned") -> None:

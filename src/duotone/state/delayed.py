@@ -130,25 +130,30 @@ class DelayedState(nn.Module):
         return self.steps_with_new.bit_count() == 1
 
     @torch.no_grad()
-    def start(self, slots: slice, amaxes: Tensor, keep: bool) -> Tensor:
+    def start(self, slots: slice, amaxes: Tensor, keep: bool, fits: bool = False) -> Tensor:
         """Scales (n,) in which new slots among `slots` follow from their amaxes, fp32 (len(slots),).
 
-        They go into the buffer if `keep`, else into a copy.
+        With `fits` so do slots whose scale would clip, and their history starts anew. The scales and the history go
+        into the buffers if `keep`, else into copies.
         """
         scale = self.scale if keep else self.scale.clone()
         if keep:
             self.started.update(range(scale.numel())[slots])
         columns, largest = self.amax_history[:, slots], self.largest[slots]
         scale[slots] = history.first(columns, scale[slots], amaxes, largest, self.history)
+        if fits:
+            outgrown, scale[slots] = history.fitting(scale[slots], amaxes, largest, self.history)
+            if keep:
+                columns.masked_fill_(outgrown, 0.0)
         return scale
 
     def records(self, mode: AmaxMode) -> bool:
         """Whether an amax is recorded in this mode. A forward that tracks gradients starts a new step."""
         if mode is AmaxMode.RECOMPUTE:
             return self.step.deferred
-        if mode is not AmaxMode.USE:
+        if not mode.is_evaluation:
             self.step.before, self.step.deferred = None, mode is AmaxMode.DEFER
-        return mode is AmaxMode.RECORD
+        return mode is AmaxMode.RECORD or mode is AmaxMode.WRITE
 
     def used(self, recompute: bool) -> Scales:
         """The scales that a forward uses now, or those of the forward that is recomputed."""

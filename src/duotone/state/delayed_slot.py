@@ -26,6 +26,7 @@ from duotone.state.region import AMAX_MODES, AmaxMode, in_backward
 from duotone.state.rolling import pending
 from duotone.state.torch_private import graph_task_id, is_faking
 from duotone.tensor.context import Slot
+from duotone.tensor.history import History
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,8 @@ class DelayedSlot(Slot):
         """Whether the slot has no scale yet."""
         return self.index in (self.owner or state_of(self.state)).new
 
-    def restart(self) -> None:
-        state = self.owner or state_of(self.state)
-        if state.step.is_first and state.history.first_scale_from_amax and not is_capturing():
-            state.forget([self.index])
+    def for_writes(self) -> Slot:
+        return self if self.backward else replace(self, mode=AmaxMode.WRITE)
 
     def events(self) -> tuple[int, int]:
         skipped, clamped = (self.owner or state_of(self.state)).events[:, self.index].tolist()
@@ -84,11 +83,14 @@ class DelayedSlot(Slot):
         scale, live = state.views(self.index, scales)
         if scale.device != device:
             raise UserError(f"a delayed scale is on {scale.device} and what it scales on {device}; move one of them")
+        fits = mode in (AmaxMode.FIT, AmaxMode.WRITE) and state.history.first_scale_from_amax
+        if fits and mode is AmaxMode.WRITE and state.step.is_first and not is_capturing():
+            state.forget([self.index])  # the history is of earlier values, and no step has used it
         new = state.new
-        if new and mode is not AmaxMode.RECOMPUTE:
+        if fits or (new and mode is not AmaxMode.RECOMPUTE):
             slots = range(self.index, self.index + distance * (count - 1) + 1, distance or 1)
-            if not new.isdisjoint(slots):
-                scale = self._start(state, slots, amaxes(), mode)
+            if fits or not new.isdisjoint(slots):
+                scale = self._start(state, slots, amaxes(), mode, fits)
         return scale, live if record else None
 
     def upcoming(self, amax: Tensor) -> Tensor:
@@ -101,12 +103,13 @@ class DelayedSlot(Slot):
         if live is not None:
             _raise_to(live, amax)
 
-    def _start(self, state: DelayedState, slots: range, amaxes: Tensor, mode: AmaxMode) -> Tensor:
-        """The scale of the first slot, fp32 (1,), after new ones took theirs from amaxes. An evaluation keeps none."""
-        if self.group and state.history.reduce_amax and mode is not AmaxMode.USE:
+    def _start(self, state: DelayedState, slots: range, amaxes: Tensor, mode: AmaxMode, fits: bool) -> Tensor:
+        """The scale of the first slot, fp32 (1,), after slots took theirs from amaxes. An evaluation keeps none."""
+        agrees = self.group and state.history.reduce_amax and not mode.is_evaluation
+        if agrees and not state.new.isdisjoint(slots):
             require_same([f"{state.name} from slot {slots.start}"], amaxes.device, self.group)
             amaxes = all_reduce(history.finite(amaxes), "max", self.group)
-        scales = state.start(slice(slots.start, slots.stop, slots.step), amaxes, mode is not AmaxMode.USE)
+        scales = state.start(slice(slots.start, slots.stop, slots.step), amaxes, not mode.is_evaluation, fits)
         return scales[self.index : self.index + 1]
 
     def fixed(self) -> Slot:
@@ -156,6 +159,24 @@ class FixedSlot(Slot):
 
     def scale_for(self, x: Tensor) -> Tensor:
         return self.state.scales_of(self.scales)[self.index : self.index + 1]
+
+
+@dataclass(frozen=True)
+class FirstScale(Slot):
+    """The scale that a new slot takes from its first tensor, before any state exists. Records nothing.
+
+    `largest` is the largest magnitude of the element.
+    """
+
+    largest: float
+    parameters: History
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        amax = amax_of(x)
+        new = torch.ones_like(amax)
+        if not self.parameters.first_scale_from_amax:
+            return new
+        return history.first(torch.zeros_like(new)[None], new, amax, [self.largest], self.parameters)
 
 
 TRACED: set[str] = set()

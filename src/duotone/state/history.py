@@ -10,7 +10,7 @@ from duotone.comm import all_reduce
 from duotone.dispatch.target import runs_kernels
 from duotone.formats.elements import divide
 from duotone.formats.scales import FLT_MAX
-from duotone.tensor.history import History
+from duotone.tensor.history import History, clips
 
 LONGEST = 8192
 """The most entries of a history that one program holds."""
@@ -93,6 +93,12 @@ def first(history: Tensor, scale: Tensor, amax: Tensor, largest: list[float], pa
     """The scales (n,) of slots whose first tensors have these amaxes (n,). Slots that are not new keep their scale."""
     usable = is_new(history, scale) & torch.isfinite(amax) & (amax > 0)
     return torch.where(usable, _scale_of(amax, scale, largest, parameters), scale)
+
+
+def fitting(scale: Tensor, amax: Tensor, largest: list[float], parameters: History) -> tuple[Tensor, Tensor]:
+    """Which scales (n,) would clip tensors with these amaxes (n,), and the scales with new ones in their place."""
+    outgrown = clips(amax, scale, limits(tuple(largest), 0, amax.device)) & (amax > 0)
+    return outgrown, torch.where(outgrown, _scale_of(amax, scale, largest, parameters), scale)
 
 
 def entering(history: Tensor, parameters: History, events: Tensor) -> Tensor:

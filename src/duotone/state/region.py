@@ -43,6 +43,16 @@ class AmaxMode(Enum):
     """Forward code inside a backward: scale as the forward did; a forward that deferred its recording records here."""
     DEFER = "defer"
     """A forward without a graph in an autograd.Function, as reentrant checkpoints run it: the recompute records."""
+    FIT = "fit"
+    """As USE, for a weight, which other code may have written unseen: a scale that would clip it gives way to one that
+    fits."""
+    WRITE = "write"
+    """A write of values that no step of an optimizer with masters made. As RECORD, but the scale fits the values."""
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether the state of delayed scaling stays as it is."""
+        return self is AmaxMode.USE or self is AmaxMode.FIT
 
     __hash__ = object.__hash__  # Enum's is a Python function, and plans are looked up by their mode
 

@@ -213,7 +213,8 @@ def roll(recorded: Recorded) -> None:
         members[group] = sorted([s for s in states if s.history.reduce_amax], key=lambda state: state.name)
     try:
         for group, reducing in members.items():
-            names = [f"{state.name} {state.scale.numel()}" for state in reducing]
+            parameters = {each: repr(each) for each in {state.history for state in reducing}}
+            names = [f"{state.name} {state.scale.numel()} {parameters[state.history]}" for state in reducing]
             if names:
                 require_same(names, reducing[0].scale.device, group)
     except UserError:

@@ -30,8 +30,9 @@ class Slot:
     is_new = False
     """Whether the scale follows from the first tensor, which must then exist before the cast."""
 
-    def restart(self) -> None:
-        """Take the next scale from the next tensor, unless a step of training has used the slot."""
+    def for_writes(self) -> "Slot":
+        """The slot for values that something else than training made, which its scale has to fit."""
+        return self
 
     def events(self) -> tuple[int, int]:
         """How many amaxes so far were not finite and did not enter the history, and how many were clamped."""

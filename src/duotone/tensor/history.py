@@ -3,9 +3,19 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, isfinite
 
 from duotone.errors import UserError, shown_fields
+
+
+def clips(amax: Tensor, scale: Tensor, largest: float | Tensor) -> Tensor:
+    """Whether scales take amaxes above the largest magnitude of an element, bool.
+
+    By more than bf16 rounds, that is: decoded values that are written back in bf16 keep their scale. The largest code
+    is the nearest one for magnitudes up to 3 % above it.
+    """
+    return isfinite(amax) & (amax * scale > largest * (1 + 2**-8))
+
 
 ALGORITHMS = ("max", "most_recent")
 LARGEST_MARGIN = 16

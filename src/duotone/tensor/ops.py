@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from duotone.errors import MissingPlaneError
+from duotone.errors import MissingPlaneError, UserError
 from duotone.formats.format import require_dense
 from duotone.tensor.plane import Plane, Planes
 from duotone.tensor.plane_tensor import (
@@ -21,11 +21,9 @@ from duotone.tensor.plane_tensor import (
     mark_entry,
     matrix_shape,
     plain,
-    unshared,
     values_as,
-    viewed,
 )
-from duotone.tensor.quantized import OPS, QuantizedTensor
+from duotone.tensor.quantized import OPS, QuantizedTensor, view_of
 
 aten = torch.ops.aten
 F = TypeVar("F", bound=Callable[..., object])
@@ -59,7 +57,7 @@ def _view(t: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
 
 @_op(aten.expand.default)
 def _expand(t: QuantizedTensor, size: Sequence[int], implicit: bool = False) -> Tensor:
-    return _detach(t) if list(size) == list(t.shape) else viewed(t).expand(size)
+    return _detach(t) if list(size) == list(t.shape) else view_of(t, aten.expand.default, size)
 
 
 @_op(aten._to_copy.default)
@@ -91,7 +89,6 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         return target.copy_(values, non_blocking)
     target.require_writable()
     if not isinstance(source, QuantizedTensor) or source.shape != target.shape:
-        target.restart_scales()
         values = plain(source)
         require_dense("a quantized tensor", values)
         if values.dtype not in HIGH_PRECISION_DTYPES:
@@ -139,7 +136,7 @@ def _slice(t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int 
     if step == 1 and (first, max(first, last)) == (0, extent):
         return _detach(t)
     piece = _narrow(t, dim % t.dim(), first, max(first, last)) if step == 1 else None
-    return aten.slice.Tensor(viewed(t), dim, start, end, step) if piece is None else piece
+    return view_of(t, aten.slice.Tensor, dim, start, end, step) if piece is None else piece
 
 
 @_op(aten.select.int)
@@ -147,7 +144,7 @@ def _select(t: QuantizedTensor, dim: int, index: int) -> Tensor:
     extent = t.shape[dim]
     at = index % extent if -extent <= index < extent else index
     piece = _narrow(t, 0, at, at + 1) if dim % t.dim() == 0 and t.dim() > 1 and 0 <= at < extent else None
-    return aten.select.int(viewed(t), dim, index) if piece is None else _view(piece, t.shape[1:])
+    return view_of(t, aten.select.int, dim, index) if piece is None else _view(piece, t.shape[1:])
 
 
 @_op(aten.unbind.int)
@@ -159,14 +156,14 @@ def _unbind(t: QuantizedTensor, dim: int = 0) -> list[Tensor]:
 def _split(t: QuantizedTensor, size: int, dim: int = 0) -> list[Tensor]:
     extent = t.shape[dim]
     if size <= 0:
-        return list(aten.split.Tensor(viewed(t), size, dim))
+        return list(view_of(t, aten.split.Tensor, size, dim))
     return _split_with_sizes(t, [min(size, extent - at) for at in range(0, extent, size)] or [0], dim)
 
 
 @_op(aten.split_with_sizes.default)
 def _split_with_sizes(t: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
     if sum(sizes) != t.shape[dim]:
-        return list(aten.split_with_sizes.default(viewed(t), sizes, dim))
+        return list(view_of(t, aten.split_with_sizes.default, sizes, dim))
     pieces: list[Tensor | None] = []
     dim, at = dim % t.dim(), 0
     for size in sizes:
@@ -181,7 +178,7 @@ def _split_with_sizes(t: QuantizedTensor, sizes: Sequence[int], dim: int = 0) ->
             f"pieces of {list(sizes)} rows cut the blocks of {names}; split at multiples of {_row_step(t)} rows, or "
             "dequantize() first"
         )
-    return list(aten.split_with_sizes.default(viewed(t), sizes, dim))
+    return list(view_of(t, aten.split_with_sizes.default, sizes, dim))
 
 
 def _row_step(t: QuantizedTensor) -> int:
@@ -214,6 +211,11 @@ def _narrow(t: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTen
 def _as_strided(
     t: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Tensor:
+    if t.is_piece and storage_offset is not None:
+        raise UserError(
+            "as_strided of a piece of a quantized tensor takes no storage_offset, which torch counts from the start of "
+            "the whole tensor; call as_strided of the whole"
+        )
     offset = storage_offset or 0
     if (list(size), list(stride), offset) == (list(t.shape), list(t.stride()), 0):
         return _detach(t)
@@ -223,7 +225,7 @@ def _as_strided(
             piece = _slice(t, 0, start, start + size[0])
             if isinstance(piece, QuantizedTensor):
                 return piece
-    return aten.as_strided.default(unshared(t), size, stride, storage_offset)
+    return view_of(t, aten.as_strided.default, size, stride, storage_offset)
 
 
 def _like(

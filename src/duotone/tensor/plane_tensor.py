@@ -29,7 +29,28 @@ ENTRY = "_values_by_address"
 """Marks an entry of a state_dict. It holds a copy of the values as soon as their address was asked for."""
 
 
-class PlaneTensor(Tensor):
+class Decodable(Tensor):
+    """A tensor of which other operations of torch get the decoded values."""
+
+    def values(self, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        """The values in `dtype`, without a gradient."""
+        raise NotImplementedError
+
+    def require_writable(self) -> None:
+        """MissingPlaneError if a write would be lost."""
+        raise NotImplementedError
+
+    @property
+    def whole(self) -> "PlaneTensor":
+        """The tensor that has the planes: that of a view, or itself."""
+        raise NotImplementedError
+
+    def write(self, values: Tensor) -> None:
+        """Take these values, which may round them."""
+        raise NotImplementedError
+
+
+class PlaneTensor(Decodable):
     """Shape (*lead, K), held as a rowwise plane (M, K) and a columnwise plane (K, M). Either may be absent.
 
     The shape may be any view of (M, K). `quantizer` and `context` describe the next write. The context holds the group
@@ -64,6 +85,10 @@ class PlaneTensor(Tensor):
         self.quantizer = quantizer
         self.context = LOCAL
         self.is_piece = False
+        return self
+
+    @property
+    def whole(self) -> "PlaneTensor":
         return self
 
     @property
@@ -243,11 +268,11 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
 
 
 def plain(value: T) -> T | Tensor:
-    """The values of a quantized tensor. All other arguments are returned unchanged."""
-    return value.values(value.dtype) if isinstance(value, PlaneTensor) else value
+    """The values of a quantized tensor or of a view of one. All other arguments are returned unchanged."""
+    return value.values(value.dtype) if isinstance(value, Decodable) else value
 
 
-def values_as(t: PlaneTensor, dtype: torch.dtype) -> Tensor:
+def values_as(t: Decodable, dtype: torch.dtype) -> Tensor:
     """A quantized tensor's values in any dtype, rounded once. They may share the memory of a plane."""
     return t.values(dtype if dtype in HIGH_PRECISION_DTYPES else torch.float32).to(dtype)
 
@@ -261,13 +286,12 @@ def unshared(value: T) -> T | Tensor:
     return values
 
 
-def viewed(value: T) -> T | Tensor:
-    """`unshared` for a view. The values of an Identity plane keep its strides, and take writes for the tensor."""
-    if isinstance(value, PlaneTensor) and value.gathers is None:
-        row, col = value.planes
-        if row is not None and row.format == IDENTITY and (col is None or value.planes.aliased):
-            return row.dequantize(value.dtype).reshape(value.shape)
-    return unshared(value)
+def shared_values(t: PlaneTensor) -> Tensor | None:
+    """The values of an Identity plane, with its strides: writes to them reach the tensor. None if there is no such."""
+    row, col = t.planes
+    if t.gathers is None and row is not None and row.format == IDENTITY and (col is None or t.planes.aliased):
+        return row.dequantize(t.dtype).reshape(t.shape)
+    return None
 
 
 def mark_entry(t: Tensor | None) -> None:

@@ -19,10 +19,12 @@ from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import Format
 from duotone.numbered import never_compiled
 from duotone.tensor.context import LOCAL
+from duotone.tensor.decoded_view import views_of
 from duotone.tensor.fsdp import ShardHooks
+from duotone.tensor.in_place import run_in_place, writes_arguments
 from duotone.tensor.plane import Plane, Planes, Usage
-from duotone.tensor.plane_tensor import INIT_VALUE, SIDES, plain, viewed
-from duotone.tensor.writes import Writes, run_in_place, writes_arguments
+from duotone.tensor.plane_tensor import INIT_VALUE, SIDES, plain, shared_values
+from duotone.tensor.writes import Writes
 
 Shell = tuple[Format, tuple[str, ...], tuple[int, int]]
 """What is left of a plane without its buffers: its format, the names of its parts, its shape."""
@@ -156,8 +158,16 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, object]) 
         return OPS[func](*args, **kwargs)
     if writes_arguments(func):
         return run_in_place(func, args, kwargs)
-    plain_args, plain_kwargs = tree_map(viewed if func.is_view else plain, (args, kwargs))
+    if func.is_view and isinstance(args[0], QuantizedTensor):
+        return view_of(args[0], func, *args[1:], **kwargs)
+    plain_args, plain_kwargs = tree_map(plain, (args, kwargs))
     return func(*plain_args, **plain_kwargs)
+
+
+def view_of(t: QuantizedTensor, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """What a view operation gives of a tensor whose planes cannot express it."""
+    values = shared_values(t)
+    return views_of(t, (), func, args, kwargs) if values is None else func(values, *args, **kwargs)
 
 
 def _show(name: str) -> None:

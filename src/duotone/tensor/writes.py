@@ -1,24 +1,22 @@
 """Every way of rewriting a quantized tensor. All checks come before the first byte, amax or collective."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from duotone.comm import ShardContext
 from duotone.dispatch.stages import amax_of, amaxes_of
 from duotone.errors import MissingPlaneError, UserError
-from duotone.formats import IDENTITY, Format
+from duotone.formats import Format
 from duotone.formats.elements import divide
 from duotone.tensor.context import LOCAL, QuantizeContext, Slot
+from duotone.tensor.history import clips
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage, encode_over, same_memory
-from duotone.tensor.plane_tensor import PlaneTensor, check_source, matrix_shape, plain, unshared, values_as
+from duotone.tensor.plane_tensor import Decodable, PlaneTensor, check_source, matrix_shape, plain
 from duotone.tensor.shards import AnsweredShard, agree, ask
 
 if TYPE_CHECKING:
@@ -46,9 +44,14 @@ class Writes(PlaneTensor):
         return self
 
     def _pending(
-        self, source: Tensor, noop_flag: Tensor | None, written: "Quantizer", usage: Usage
+        self,
+        source: Tensor,
+        noop_flag: Tensor | None,
+        written: "Quantizer",
+        usage: Usage,
+        by_training: bool = False,
     ) -> Callable[[QuantizeContext], None]:
-        """Check a write. The result encodes and writes under a context."""
+        """Check a write. The result encodes and writes under a context. `by_training`: see `_write_context`."""
         self.require_writable()
         self._require_formats((written.rowwise, written.columnwise), usage)
         check_source(source)
@@ -68,24 +71,25 @@ class Writes(PlaneTensor):
         keep = None if noop_flag is None else noop_flag.reshape(()) != 0
 
         def write(ctx: QuantizeContext) -> None:
-            ctx = self._write_context(ctx)
+            ctx = self._write_context(ctx, by_training=by_training)
             if keep is None or not self._encode_over(matrix, planes_written, written, ctx, keep):
                 # Zeros record no amax.
                 values = matrix if keep is None else torch.where(keep, torch.zeros_like(matrix), matrix)
                 fresh = _encoded(written, values, planes_written, ctx)
                 self._require_formats(fresh.formats, usage)
                 self._take(fresh, keep)
-            if not self.is_inference():
-                torch.autograd.graph.increment_version(self)
             self.count_write()
 
         return write
 
     def count_write(self) -> None:
-        """Raise the versions of the buffers: a later backward may have saved them. Writes below a dispatch do not."""
+        """Raise the versions of the tensor and of its buffers, because torch does not for writes below a dispatch.
+
+        A backward may have saved them, and an optimizer with masters asks whether other code wrote.
+        """
         self.is_blank = False
-        parts = [part for part in self.planes.buffers if type(part) is Tensor and not part.is_inference()]
-        torch.autograd.graph.increment_version(parts)
+        parts = [part for part in self.planes.buffers if type(part) is Tensor]
+        torch.autograd.graph.increment_version([each for each in (self, *parts) if not each.is_inference()])
 
     def _encode_over(
         self, matrix: Tensor, usage: Usage, written: "Quantizer", ctx: QuantizeContext, keep: Tensor
@@ -147,15 +151,16 @@ class Writes(PlaneTensor):
         row = Plane.of(torch.empty(self.matrix_shape, dtype=self.dtype, device=self.device))
         self._rowwise, self._columnwise = row, row.transposed()
 
-    def restart_scales(self) -> None:
-        """Before the first step of training, let new values have new scales: the history is of earlier values."""
-        for slot in self.context.slots:
-            if slot is not None:
-                slot.restart()
+    def _write_context(self, ctx: QuantizeContext = LOCAL, *, by_training: bool = False) -> QuantizeContext:
+        """`ctx`, completed by the tensor's context. Delayed scales fit what is written.
 
-    def _write_context(self, ctx: QuantizeContext = LOCAL) -> QuantizeContext:
-        """`ctx`, completed by the tensor's context. Delayed planes without a slot keep their scale while it fits."""
-        slots = self.context.slots if ctx.slots == (None, None) else ctx.slots
+        The tensor's own slots follow their history for a write of an optimizer with masters (`by_training`), as casts
+        in training do. Delayed planes without a slot keep their scale while it fits.
+        """
+        slots = ctx.slots
+        if slots == (None, None):
+            row, col = self.context.slots
+            slots = (row, col) if by_training else (row and row.for_writes(), col and col.for_writes())
         if slots == (None, None) and any(p is not None and p.format.is_delayed for p in self.planes):
             row, col = (_kept_scale(p) for p in self.planes)
             slots = (row or col, col)
@@ -264,36 +269,21 @@ class _KeptScale(Slot):
 
     def scale_for(self, x: Tensor) -> Tensor:
         amax = amax_of(x).reshape(1)
-        clips = torch.isfinite(amax) & (amax * self.scale > self.largest * (1 + 2**-20))
-        return torch.where(clips, divide(self.largest, amax), self.scale)
+        return torch.where(clips(amax, self.scale, self.largest), divide(self.largest, amax), self.scale)
 
 
-COLLECTIVES = "c10d"
+def write_all(writes: Sequence[tuple[Decodable, Tensor]], *, by_training: bool = False) -> None:
+    """`quantize_` each tensor, or write each view, from its values. All shards of a group agree in one collective.
 
-
-def writes_arguments(func: OpOverload) -> bool:
-    """Whether an operation writes into arguments. Schemas of torch's collectives do not say it, their names do."""
-    return func._schema.is_mutable or (func.namespace == COLLECTIVES and func._schema.name.endswith("_"))
-
-
-def written_arguments(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
-    """The arguments that the schema marks as written, lists flattened. A collective writes into the first one."""
-    if func.namespace == COLLECTIVES:
-        return tree_leaves(args[0])
-    written: list[object] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            written += [*value] if isinstance(value, list | tuple) else [value]
-    return written
-
-
-def write_all(writes: Sequence[tuple[Writes, Tensor]]) -> None:
-    """`quantize_` each tensor from its values. All shards of a group agree on their scales in one collective."""
+    `by_training`: an optimizer with masters writes, so delayed scales follow from their history, as in a forward.
+    """
     measured: list[tuple[Callable[[QuantizeContext], None], ShardContext, Tensor]] = []
     direct: list[tuple[Callable[[QuantizeContext], None], ShardContext, Tensor]] = []
     for target, value in writes:
-        shard, write = target.context.shard, target._pending(value, None, target.quantizer, BOTH)
+        if not isinstance(target, Writes):
+            target.write(value)
+            continue
+        shard, write = target.context.shard, target._pending(value, None, target.quantizer, BOTH, by_training)
         if shard is None or len(writes) == 1:
             write(LOCAL)
             continue
@@ -309,92 +299,3 @@ def write_all(writes: Sequence[tuple[Writes, Tensor]]) -> None:
     agreed = agree([shard.group for _, shard, _ in measured], [amax for *_, amax in measured])
     for (write, shard, _), amax in zip(measured, agreed, strict=True):
         write(QuantizeContext(AnsweredShard(shard.group, shard.dim, [amax])))
-
-
-NARROW = (torch.bfloat16, torch.float16)
-
-AT_ONCE = 1 << 25
-"""Elements of a list of tensors, such as an optimizer's, of which values in high precision exist at the same time."""
-
-
-def run_in_place(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    """Run a writing operation on dequantized values and requantize every argument that it wrote.
-
-    Values and operands are fp32, so that encoded values are rounded once. Random numbers are drawn in the nominal
-    dtype, and Identity planes compute in it. Long lists of tensors are written in parts.
-    """
-    targets = written_arguments(func, args, kwargs)
-    for target in targets:
-        if isinstance(target, Writes):
-            target.require_writable()
-            target.restart_scales()
-            if func._schema.name.startswith("c10d::recv"):  # a second wait for the work would fail
-                raise UserError("recv cannot write into a quantized tensor: receive a plain one, then copy_ it")
-            if target.is_blank and func.namespace != COLLECTIVES:
-                target.hold_high_precision()
-    widens = torch.Tag.nondeterministic_seeded not in func.tags and func.namespace != COLLECTIVES
-    result = None
-    for part in _in_parts(func, args, kwargs):
-        result = _run_part(func, part, kwargs, widens and all(map(_is_encoded, written_arguments(func, part, kwargs))))
-    return result
-
-
-def _is_encoded(x: object) -> bool:
-    return isinstance(x, PlaneTensor) and all(fmt != IDENTITY for fmt in x.formats)
-
-
-def _in_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object]) -> Iterator[Sequence[object]]:
-    """The arguments of an operation on lists, cut into lists of at most `AT_ONCE` elements or of one tensor.
-
-    Tensors that are encoded and others are in different parts, since only the first compute in fp32.
-    """
-    lists = [type(value) in (list, tuple) and bool(value) for value in args]
-    others = [*kwargs.values(), *(value for value, is_list in zip(args, lists, strict=True) if not is_list)]
-    is_shared = any(isinstance(each, Tensor) and each.numel() > 1 for each in others) or "out" in kwargs
-    lengths = {len(value) for value, is_list in zip(args, lists, strict=True) if is_list}
-    if not func._schema.name.startswith(("aten::_foreach", "aten::_fused")) or is_shared or len(lengths) != 1:
-        yield args
-        return
-    for places in _groups(args[0]):
-        yield [[value[i] for i in places] if is_list else value for value, is_list in zip(args, lists, strict=True)]
-
-
-def _groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    for kind in (True, False):
-        places, count = list[int](), 0
-        for at, tensor in enumerate(tensors):
-            if _is_encoded(tensor) is not kind:
-                continue
-            count += tensor.numel()
-            if places and count > AT_ONCE:
-                yield places
-                places, count = [], tensor.numel()
-            places.append(at)
-        if places:
-            yield places
-
-
-def _run_part(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], widens: bool) -> object:
-    targets = written_arguments(func, args, kwargs)
-
-    def operand(value: object) -> object:
-        if widens and isinstance(value, Tensor) and value.dtype in NARROW:
-            return values_as(value, torch.float32) if isinstance(value, PlaneTensor) else value.to(torch.float32)
-        return unshared(value)
-
-    plain_args, plain_kwargs = tree_map(operand, (args, kwargs))
-    result = func(*plain_args, **plain_kwargs)
-    for leaf in tree_leaves(result) if func.namespace == COLLECTIVES else ():
-        if isinstance(leaf, torch.ScriptObject):
-            work = cast("dist.Work | None", dist.Work.unbox(leaf))
-            if work is not None:  # NCCL gives a null work for what is already on the stream of the caller
-                work.wait()
-    values = written_arguments(func, plain_args, plain_kwargs)
-    writes = [(target, value) for target, value in zip(targets, values, strict=True) if isinstance(target, Writes)]
-    write_all([(target, value) for target, value in writes if isinstance(value, Tensor)])
-    returned = {id(value): target for target, value in writes}
-
-    def replaced(value: object) -> object:
-        return returned.get(id(value), value)
-
-    return tree_map(replaced, result)

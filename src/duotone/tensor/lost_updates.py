@@ -1,0 +1,40 @@
+"""A warning for updates that a quantized tensor rounds away, of averages of weights and of optimizers."""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from duotone.capture import is_capturing
+from duotone.formats import IDENTITY
+from duotone.tensor.plane_tensor import Decodable
+
+
+def values_before(t: Decodable) -> Tensor | None:
+    """Return the values of `t` in fp32 before an operation writes it, if this write is one to look at, else None.
+
+    Writes number 2, 3, 5, 9 and so on are, because a look waits for the device. Values that are traced, captured or on
+    meta cannot be looked at. Formats that round stochastically follow small moves on average.
+    """
+    if t.is_inference() or t.is_meta or is_capturing():
+        return None
+    whole = t.whole
+    rounds = all(fmt is None or (fmt is not IDENTITY and not fmt.is_stochastic) for fmt in whole.formats)
+    is_real = all(type(part) is Tensor for part in whole.parts)
+    return t.values(torch.float32) if rounds and is_real and t._version.bit_count() == 1 else None
+
+
+def warn_if_lost(before: Tensor, wanted: Tensor, after: Tensor) -> None:
+    """Warn if less than half of what an operation moves arrives: the projection of the actual move on the wanted one.
+
+    `before`, `wanted` and `after` have one shape: the values before the write, those written, and those stored.
+    """
+    move = (wanted - before).flatten()
+    arrived, whole = torch.stack([torch.dot((after - before).flatten(), move), torch.dot(move, move)]).tolist()
+    if 2 * arrived < whole:
+        warnings.warn(
+            f"only {max(arrived, 0) / whole:.0%} of this update arrives, because a quantized tensor rounds to the "
+            "nearest code: an average or an optimizer stands still; average in a plain tensor (t.dequantize()), or "
+            "train with duotone.optim.AdamW, which keeps masters",
+            stacklevel=7,
+        )
