@@ -425,6 +425,79 @@ def ddp_compares_the_recipes_of_its_ranks(folder: Path) -> None:
     assert m.module[0].weight.grad is not None
 
 
+PARAMETERS = {
+    "margin": 1, "amax_history_len": 8, "amax_compute_algo": "most_recent", "reduce_amax": False,
+    "skip_nonfinite_amax": False, "spike_factor": 0.0, "first_scale_from_amax": False,
+}  # fmt: skip
+
+
+@check
+def ranks_with_other_delayed_parameters_are_told(folder: Path) -> None:
+    """In every comparison of recipes: on request, by both data parallels, by tensor parallelism, by amax groups."""
+    _, weight, bias, _ = data()
+    x, group = piece(data()[0]), dist.group.WORLD
+
+    def in_amax_group(recipe: recipes.Recipe) -> None:
+        m = duotone.Linear(WIDE, NARROW, params_dtype=torch.bfloat16)
+        for _ in range(2):
+            with duotone.autocast(recipe, amax_reduction_group=group):
+                m(x).sum().backward()
+
+    ways = {
+        "require_same_recipes": lambda r: require_same_recipes(duotone.convert(nn.Linear(WIDE, NARROW), r, rules=())),
+        "ddp": lambda r: nn.parallel.DistributedDataParallel(duotone.convert(nn.Linear(WIDE, NARROW), r, rules=())),
+        "fully_shard": lambda r: fully_shard(duotone.convert(nn.Linear(WIDE, NARROW), r, rules=())),
+        "column": lambda r: parallel("column", weight, bias, r, sequence=False)(x),
+        "row": lambda r: parallel("row", weight, bias, r, sequence=False)(piece(data()[0], 1)),
+        "amax group": in_amax_group,
+    }
+    for (field, value), (way, act), made in itertools.product(PARAMETERS.items(), ways.items(), (True, False)):
+        if (field, way) == ("reduce_amax", "amax group"):
+            continue  # such a rank takes no part in the reduction
+        options = {field: value} if dist.get_rank() else {}
+        request = recipes.DelayedScalingRequest(**options)
+        recipe = recipes.CustomRecipe(qfactory=lambda role, r=request: r) if made else recipes.DelayedScaling(**options)
+        try:
+            act(recipe)
+        except UserError as error:
+            assert field in str(error) and "rank 1 has " in str(error) and "\n" not in str(error), error
+        else:
+            raise AssertionError(f"{way}: ranks went on with another {field}")
+
+
+@check
+def uneven_rows_are_told_on_all_ranks(folder: Path) -> None:
+    """In a forward, with and without sequence parallelism, also where a rank has no row, and in all formats."""
+    _, weight, bias, _ = data()
+    for name, rows, mode in itertools.product(("mxfp8", "fp8-current", "nvfp4", "bf16"), (64, 0), ("column", "row")):
+        for sequence in (True, False):
+            if (mode, sequence) == ("column", False):
+                continue  # its forward sends nothing: the next check
+            m = parallel(mode, weight, bias, recipes.load(name), sequence=sequence)
+            m.weight.requires_grad_(False)  # MXFP8 does not cut blocks of rows
+            wide = WIDE // (1 if mode == "column" else dist.get_world_size())
+            m(torch.randn(32, wide).bfloat16())
+            told_of_rows(lambda x, m=m: m(x), torch.randn(rows if dist.get_rank() else 32, wide).bfloat16(), rows)
+
+
+@check
+def uneven_rows_are_told_in_backward_where_forward_sends_nothing(folder: Path) -> None:
+    _, weight, bias, _ = data()
+    m = parallel("column", weight, bias, recipes.load("mxfp8"), sequence=False)
+    x = torch.randn(64 if dist.get_rank() else 32, WIDE).bfloat16().requires_grad_()
+    told_of_rows(lambda x: m(x).sum().backward(), x, 64)
+
+
+def told_of_rows(act: Callable[[Tensor], object], x: Tensor, rows: int) -> None:
+    try:
+        act(x)
+    except UserError as error:
+        text = f"bring uneven rows: rank 0 has 32 rows where rank 1 has {rows}; give all as many, or pad the batch"
+        assert text in str(error) and "\n" not in str(error), error
+    else:
+        raise AssertionError(f"ranks went on with 32 and {rows} rows")
+
+
 class Branch(nn.Module):
     """The second linear runs where it is asked to, and creates its delayed states then."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from duotone.capture import is_capturing
 from duotone.errors import UserError
@@ -35,9 +36,11 @@ def group_ranks(group: str) -> set[int]:
 def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
     """The elementwise "sum" or "max" over the ranks, as a new tensor.
 
-    What lies on the CPU travels through a device of the group, if that is NCCL's.
+    What lies on the CPU travels through a device of the group, if that is NCCL's. Raises UserError like `all_gather`.
     """
     device = x.device
+    if x.dim() > 1:
+        _require_same_rows(x, group)
     if not torch.compiler.is_dynamo_compiling():
         types = _resolve(group)._device_types
         x = x.to(types[0]) if x.is_cpu and device not in types else x
@@ -45,12 +48,21 @@ def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
 
 
 def all_gather(x: Tensor, group: str) -> Tensor:
-    """The ranks' tensors one after the other along dimension 0."""
+    """The ranks' tensors one after the other along dimension 0. UserError on all ranks of a CPU if these are uneven."""
+    _require_same_rows(x, group)
+    return _gathered(x, group)
+
+
+def _gathered(x: Tensor, group: str) -> Tensor:
     return _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), group_size(group), group))
 
 
 def reduce_scatter(x: Tensor, group: str) -> Tensor:
-    """This rank's piece along dimension 0 of the sum over the ranks. Raises UserError if the pieces are uneven."""
+    """This rank's piece along dimension 0 of the sum over the ranks.
+
+    Raises UserError if the pieces are uneven, and like `all_gather`.
+    """
+    _require_same_rows(x, group)
     size = group_size(group)
     if x.shape[0] % size:
         raise UserError(f"{x.shape[0]} rows do not divide over the {size} ranks of group {group!r}; pad the batch")
@@ -63,6 +75,24 @@ def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: s
         _resolve(group)
     counts = list(received), list(sent)
     return _wait(torch.ops._c10d_functional.all_to_all_single(x.contiguous(), *counts, group))
+
+
+def _require_same_rows(x: Tensor, group: str) -> None:
+    """Raise UserError on every rank of the group, with the rows of each, unless all bring as many rows.
+
+    This is the only place that compares them. It does so where the host waits for no device: eager code on the CPU.
+    Elsewhere torch's collectives end in errors of their own, or wait.
+    """
+    if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or not x.is_cpu:
+        return
+    if x.device not in _resolve(group)._device_types:
+        return
+    with _disable_current_modes():  # no part of a graph, and no traffic: ranks on GPUs do not send it
+        rows = _gathered(torch.tensor([x.shape[0]]), group).tolist()
+    other = next((rank for rank, count in enumerate(rows) if count != rows[0]), None)
+    if other is not None:
+        text = f"rank 0 has {rows[0]} rows where rank {other} has {rows[other]}"
+        raise UserError(f"the ranks of group {group!r} bring uneven rows: {text}; give all as many, or pad the batch")
 
 
 def _wait(x: Tensor) -> Tensor:

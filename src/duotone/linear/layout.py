@@ -12,6 +12,7 @@ from torch import Tensor
 from duotone.comm import ShardContext, all_reduce, group_rank, group_size, reduce_scatter
 from duotone.errors import UserError
 from duotone.tensor.plane import Plane, gather
+from duotone.tensor.quantizer import Quantizer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -179,6 +180,15 @@ class ScatteringShards(Sharded):
 
     def reduce_grad_bias(self, db: Tensor) -> Tensor:
         return all_reduce(db, "sum", self.group)
+
+
+def compared(quantizer: Quantizer) -> list[str]:
+    """Return what ranks compare of a quantizer before they communicate: both formats, and the delayed parameters.
+
+    Ranks that scale with other parameters train other models, though their formats are the same.
+    """
+    formats = [str(fmt and fmt.name) for fmt in (quantizer.rowwise, quantizer.columnwise)]
+    return formats if quantizer.history is None else [*formats, repr(quantizer.history)]
 
 
 STREAMS = 1 << 40

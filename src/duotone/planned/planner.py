@@ -14,7 +14,7 @@ from duotone.comm import require_same
 from duotone.errors import UserError
 from duotone.linear.core import Calibrating, LinearStage
 from duotone.linear.grouped import GroupedStage
-from duotone.linear.layout import Layout
+from duotone.linear.layout import Layout, compared
 from duotone.linear.plan import LinearPlan, PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
 from duotone.linear.plane_source import DEQUANTIZE_HELD, RECORD_IN_GRAPH, USE_HELD, USE_IN_GRAPH
@@ -88,10 +88,10 @@ class Planner:
         traced_stages.answer_as_others(self)
 
     def require_same_formats(self, quantizers: tuple[Quantizer, ...], device: str, group: str) -> None:
-        """UserError on all ranks of the group if their formats differ. They compare once, before they communicate."""
+        """UserError on all ranks of the group if they encode differently. They compare once, before they send."""
         if torch.compiler.is_dynamo_compiling():
             return
-        names = tuple([fmt.name for one in quantizers for fmt in (one.rowwise, one.columnwise) if fmt is not None])
+        names = tuple([word for quantizer in quantizers for word in compared(quantizer)])
         if (group, names) not in self.compared:
             require_same(names, torch.device(device), group, RECIPES)
             self.compared.add((group, names))
