@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import duotone
-from duotone import observe, recipes
+from duotone import formats, observe, recipes
 from duotone.recipes import OUTPUT_HEAD
 from duotone.recipes.roles import TENSOR_TYPES, QuantizerRole
 from duotone.tensor import QuantizeContext
@@ -40,6 +40,31 @@ def test_identity_is_bit_identical_to_nn_linear(dtype, shape, bias) -> None:
     duotone.convert(module, recipes.load("bf16"))
     for result, want in zip(run(module, x, dy), expected, strict=True):
         assert torch.equal(result, want)
+
+
+WAYS = {
+    "eager": lambda act: act,
+    "compiled": lambda act: torch.compile(act, backend="aot_eager", fullgraph=True),
+    "torch.autocast": torch.autocast("cpu", torch.bfloat16),
+    "enabled=False": duotone.autocast(enabled=False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [duotone.Linear, duotone.ops.Linear, duotone.ops.BasicLinear])
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_rht", "fp8_e4m3_row", "fp8_e4m3_1x128_fp32", "mxfp8_e4m3", "mxfp4"])
+def test_a_quantized_input_has_one_value_where_no_recipe_is_followed(fmt, make, way) -> None:
+    """Forward and the weight gradient multiply `dequantize()`, although the planes of both directions differ."""
+    module = make(64, 32, **({"recipe": "mxfp8"} if way == "enabled=False" else {}))
+    quantizer = duotone.Quantizer(formats.get(fmt), formats.get(fmt))
+    x, results = torch.randn(128, 64).requires_grad_(), []
+    for act in (lambda: module(quantizer(x)), lambda: module(quantizer(x).dequantize())):
+        module.zero_grad()
+        x.grad = None
+        y = WAYS[way](act)()
+        y.float().square().sum().backward()
+        results.append([y.detach(), x.grad, *[p.grad for p in module.parameters()]])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

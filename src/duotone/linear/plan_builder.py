@@ -68,7 +68,7 @@ def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> Linea
         kind: str, backward: BackwardOperand, needed: bool, shard: ShardContext | None, stream: int | None
     ) -> OperandPlan:
         usage, context = Usage(True, backward.needs_columnwise and needed), _context(request, shard, quantizers[kind])
-        if kind == "weight" and request.weight_held is not None:
+        if sources[kind] is DEQUANTIZE_HELD or (kind == "weight" and request.weight_held is not None):
             context = replace(context, nominal=request.dtype)
         return OperandPlan(quantizers[kind], sources[kind], usage, context, backward, needed, stream, FORWARD_SLOTS)
 
@@ -99,12 +99,18 @@ def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> Linea
 
 
 def _with_held(request: PlanRequest, answers: Quantizers) -> tuple[Quantizers, dict[str, PlaneSource]]:
-    """The quantizers, replaced by those of tensors that are quantized already, and the sources of input and weight."""
+    """The quantizers, replaced by those of tensors that are quantized already, and the sources of input and weight.
+
+    Where the recipe keeps the input in high precision, or there is no recipe, a quantized one has a single value in
+    forward and backward: `dequantize()`. Its planes may have two, one for each direction.
+    """
     sources = {kind: source_of_plain(answers[kind]) for kind in ("input", "weight")}
     if request.weight_held is not None:
         sources["weight"] = _source_of_held_weight(request, answers["weight"], request.weight_held)
     if request.input_held is None:
         return dict(answers), sources
+    if answers["input"].rowwise == answers["input"].columnwise == IDENTITY:
+        return dict(answers), {**sources, "input": DEQUANTIZE_HELD}
     source = USE_IN_GRAPH if request.is_traced else USE_HELD
     return {**answers, "input": request.input_held}, {**sources, "input": source}
 
