@@ -1,6 +1,7 @@
 """Views that no plane expresses: reads decode the tensor as it is then, and writes reach it."""
 
 import copy
+import ctypes
 import io
 import pickle
 
@@ -123,9 +124,21 @@ def test_a_view_in_another_dtype_refuses_writes() -> None:
         lambda v: setattr(v, "data", torch.zeros(64, 64)),
     ],
 )
-def test_a_view_has_no_memory(reach) -> None:
-    with pytest.raises(MissingPlaneError, match=r"decoded at each read and has no address; clone\(\) it"):
-        reach(quantized("mxfp8").t())
+def test_a_view_of_a_parameter_has_no_memory(reach) -> None:
+    """Other code would write it, and the parameter would not change."""
+    with (
+        torch.no_grad(),
+        pytest.raises(MissingPlaneError, match=r"decoded at each read and has no address; clone\(\) it"),
+    ):
+        reach(torch.nn.Parameter(quantized("mxfp8")).t())
+
+
+def test_a_view_of_what_is_saved_has_the_address_of_its_values() -> None:
+    """safetensors reads the experts of a state_dict so."""
+    v = quantized("mxfp8").t()
+    values = (ctypes.c_float * v.numel()).from_address(v.data_ptr())
+    assert torch.equal(torch.tensor(list(values)).reshape(64, 64), quantized("mxfp8").dequantize().t())
+    assert v.untyped_storage().data_ptr() == v.data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -37,6 +38,7 @@ class autocast(RegionManager[AutocastRegion]):
 
     A region holds for the thread and the async task that enter it, and for threads and tasks that are started in it. A
     thread that starts while threads or tasks have different regions open raises UserError until it enters a region.
+    A region gives a warning if a forward with gradients ran in it, and no module asked for its recipe.
     As a decorator of a function or a coroutine function, each call is a region.
     """
 
@@ -70,6 +72,9 @@ class autocast(RegionManager[AutocastRegion]):
     def end(self, region: AutocastRegion, *, failed: bool) -> None:
         if region.recorded:
             rolling.end_of_region(region, failed=failed)
+        elif not failed and region.recipe != HIGH_PRECISION and self.stack.ran_in_vain(region):
+            text = f"nothing that ran under autocast({region.recipe.name!r}) follows recipes, so it changed nothing"
+            warnings.warn(f"{text}; call duotone.convert(model, recipe) first, or leave autocast out", stacklevel=3)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """The function or coroutine function, with each call inside a region like this one."""

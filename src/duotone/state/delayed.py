@@ -10,7 +10,7 @@ from duotone.capture import is_capturing
 from duotone.errors import UserError
 from duotone.numbered import Numbered
 from duotone.state import history
-from duotone.state.region import AmaxMode
+from duotone.state.region import EVALUATION, AmaxMode
 from duotone.tensor.history import History
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class DelayedState(nn.Module):
         """Whether an amax is recorded in this mode. A forward that tracks gradients starts a new step."""
         if mode is AmaxMode.RECOMPUTE:
             return self.step.deferred
-        if not mode.is_evaluation:
+        if mode not in EVALUATION:
             self.step.before, self.step.deferred = None, mode is AmaxMode.DEFER
         return mode is AmaxMode.RECORD or mode is AmaxMode.WRITE
 

@@ -22,7 +22,7 @@ from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, define_op
 from duotone.state import frames, history
 from duotone.state.delayed import STATES, DelayedState, Scales, state_of
-from duotone.state.region import AMAX_MODES, AmaxMode, in_backward
+from duotone.state.region import AMAX_MODES, EVALUATION, AmaxMode, in_backward
 from duotone.state.rolling import pending
 from duotone.state.torch_private import graph_task_id, is_faking
 from duotone.tensor.context import Slot
@@ -105,11 +105,11 @@ class DelayedSlot(Slot):
 
     def _start(self, state: DelayedState, slots: range, amaxes: Tensor, mode: AmaxMode, fits: bool) -> Tensor:
         """The scale of the first slot, fp32 (1,), after slots took theirs from amaxes. An evaluation keeps none."""
-        agrees = self.group and state.history.reduce_amax and not mode.is_evaluation
+        agrees = self.group and state.history.reduce_amax and mode not in EVALUATION
         if agrees and not state.new.isdisjoint(slots):
             require_same([f"{state.name} from slot {slots.start}"], amaxes.device, self.group)
             amaxes = all_reduce(history.finite(amaxes), "max", self.group)
-        scales = state.start(slice(slots.start, slots.stop, slots.step), amaxes, not mode.is_evaluation, fits)
+        scales = state.start(slice(slots.start, slots.stop, slots.step), amaxes, mode not in EVALUATION, fits)
         return scales[self.index : self.index + 1]
 
     def fixed(self) -> Slot:

@@ -73,14 +73,18 @@ def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: His
     return torch.where(moves, _scale_of(amax, scale, largest, parameters), scale)
 
 
+def _limits_for(amax: Tensor, largest: list[float], margin: int = 0) -> Tensor:
+    """`limits` beside amaxes. Neither a fake tensor nor the memory of a CUDA graph may be cached."""
+    limits_of = _new_limits if type(amax) is not Tensor or is_capturing() else limits
+    return limits_of(tuple(largest), margin, amax.device)
+
+
 def _scale_of(amax: Tensor, scale: Tensor, largest: list[float], parameters: History) -> Tensor:
     """The scales (n,) that follow from amaxes. The old scale stays if an amax is not usable."""
-    # neither a fake tensor nor the memory of a CUDA graph may be cached
-    limits_of = _new_limits if type(amax) is not Tensor or is_capturing() else limits
     if parameters.scaling_factor_compute_algo is not None:
-        fp8_max = limits_of(tuple(largest), 0, amax.device).clone()
+        fp8_max = _limits_for(amax, largest).clone()
         return parameters.scaling_factor_compute_algo(amax, scale, fp8_max, parameters)
-    fresh = divide(limits_of(tuple(largest), parameters.margin, amax.device), amax).clamp(max=abs(FLT_MAX))
+    fresh = divide(_limits_for(amax, largest, parameters.margin), amax).clamp(max=abs(FLT_MAX))
     return torch.where(torch.isfinite(amax) & (amax > 0), fresh, scale)
 
 
@@ -97,7 +101,7 @@ def first(history: Tensor, scale: Tensor, amax: Tensor, largest: list[float], pa
 
 def fitting(scale: Tensor, amax: Tensor, largest: list[float], parameters: History) -> tuple[Tensor, Tensor]:
     """Which scales (n,) would clip tensors with these amaxes (n,), and the scales with new ones in their place."""
-    outgrown = clips(amax, scale, limits(tuple(largest), 0, amax.device)) & (amax > 0)
+    outgrown = clips(amax, scale, _limits_for(amax, largest))
     return outgrown, torch.where(outgrown, _scale_of(amax, scale, largest, parameters), scale)
 
 

@@ -24,6 +24,7 @@ from duotone.state.starts import Starts
 from duotone.state.torch_private import (
     PIPELINES,
     SHAPES,
+    count_nodes,
     graph_task_id,
     in_pipeline,
     is_forward_grad_enabled,
@@ -49,14 +50,11 @@ class AmaxMode(Enum):
     WRITE = "write"
     """A write of values that no step of an optimizer with masters made. As RECORD, but the scale fits the values."""
 
-    @property
-    def is_evaluation(self) -> bool:
-        """Whether the state of delayed scaling stays as it is."""
-        return self is AmaxMode.USE or self is AmaxMode.FIT
-
     __hash__ = object.__hash__  # Enum's is a Python function, and plans are looked up by their mode
 
 
+EVALUATION = AmaxMode.USE, AmaxMode.FIT
+"""Modes that leave the state of delayed scaling as it is."""
 AMAX_MODES = {mode.value: mode for mode in AmaxMode}
 
 
@@ -88,6 +86,12 @@ class Region:
     run: int | None = None
     """The backward that ran when it was entered, -1 for none."""
 
+    nodes: int | None = None
+    """How many nodes autograd had made in this thread when it was entered; None in traced code."""
+
+    is_followed = False
+    """Whether a module asked for it, or for a region inside of it. The guards of compiled code ask too."""
+
     token: "Token[tuple[Region, ...]] | None" = None
     """Identifies the context that entered it; None in traced code."""
 
@@ -116,6 +120,8 @@ class Stack(types.ModuleType, Generic[R]):
         self.starts = Starts(UNKNOWN)
         self.shapes_only: tuple[R, ...] | None = None
         """Other regions that hold while only shapes matter, if any."""
+        self.was_followed = False
+        """Whether any module of the process asked, in a region or outside."""
 
     @property
     @never_compiled
@@ -134,6 +140,9 @@ class Stack(types.ModuleType, Generic[R]):
                 f"while a region is open in another thread; enter {self.__name__} in this thread to choose",
                 stacklevel=5,
             )
+        self.was_followed = True
+        if regions:
+            regions[-1].is_followed = True
         return regions
 
     @regions.setter
@@ -173,17 +182,29 @@ class Stack(types.ModuleType, Generic[R]):
             self.variable.set(regions)
         return regions
 
+    def ran_in_vain(self, region: R) -> bool:
+        """Whether a forward with gradients ran in a region that has ended, and nothing in it asked for the region.
+
+        False where that cannot be known: in traced code, in a forward without gradients, if another thread or task
+        left the region, and on a GPU after any module asked, because a CUDA graph replays without asking.
+        """
+        if region.nodes is None or region.is_followed or region.is_void or region.nodes == count_nodes():
+            return False
+        return not (self.was_followed and torch.cuda.is_initialized())
+
     def enter(self, region: R) -> None:
         """Open a region inside of those that are open."""
         self._around_frame(self.current())
         regions = (*self.current(), region)
-        region.in_capture, region.run = is_capturing(), graph_task_id()
+        region.in_capture, region.run, region.nodes = is_capturing(), graph_task_id(), count_nodes()
         region.token = self.variable.set(regions)
         self.starts.record_entry(region, regions)
 
     def leave(self, region: R) -> None:
         """Close a region, which need not be the innermost."""
         regions = without(self.current(), region)
+        if regions and region.is_followed:
+            regions[-1].is_followed = True
         self.starts.record_exit(region)
         region.is_open = False
         if region.token is not None:

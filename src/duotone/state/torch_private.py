@@ -20,6 +20,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 graph_task_id = torch._C._current_graph_task_id
 """Which backward runs in this thread, -1 outside of any."""
 
+count_nodes: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""How many nodes autograd has made in this thread. A forward without gradients makes none, nor does a backward."""
+
 is_forward_grad_enabled = torch._C._is_fwd_grad_enabled
 """False in inference mode and in the forward of an autograd.Function, and nowhere else in ordinary code."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
@@ -123,7 +123,23 @@ class DecodedView(Decodable):
     def data(self, _: Tensor) -> None:
         self._refuse()
 
-    data_ptr = untyped_storage = share_memory_ = is_shared = apply_ = map_ = _refuse  # type: ignore[assignment]
+    share_memory_ = is_shared = apply_ = map_ = _refuse  # type: ignore[assignment]
+
+    def data_ptr(self) -> int:
+        """The address of a copy of the values, for code that saves. MissingPlaneError for a view of a parameter."""
+        return self._values_now().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The memory at `data_ptr()`."""
+        return self._values_now().untyped_storage()
+
+    def _values_now(self) -> Tensor:
+        """The copy, which lives as long as the view, with the values that the source has now."""
+        if isinstance(self.source, nn.Parameter):  # writes of other code to the copy would be lost
+            self._refuse()
+        values = plain(self)
+        copy: Tensor = vars(self).setdefault("_copy", torch.empty_like(values))
+        return copy.copy_(values)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
