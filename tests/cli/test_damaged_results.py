@@ -145,6 +145,7 @@ def test_values_without_a_meaning_are_refused(refused, good, path, value, tmp_pa
         lambda result: [run.update(is_reference=False) for run in result["runs"]],
         lambda result: [run.update(heldout_loss=[[2, 0.0]], final_heldout_loss=0.0) for run in result["runs"]],
         lambda result: [run.update(final_heldout_loss=1e99, gap_percent=-1e99) for run in result["runs"]],
+        lambda result: [run.update(train_loss=[[1, 1e99], [2, 1e99]], heldout_loss=[]) for run in result["runs"]],
         lambda result: result["settings"].update(linears=[[64, 64, 200]] * 20),
         lambda result: result.update(runs=result["runs"] * 20),
     ],
@@ -155,7 +156,8 @@ def test_values_that_contradict_each_other_give_a_page(duotone, good, change, tm
     assert is_sound(duotone, tmp_path, result)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "result.json").write_text(json.dumps(good[0]))
-    assert duotone("report", tmp_path, tmp_path / "other")[0] in (0, 2)
+    code, _, err = duotone("report", tmp_path, tmp_path / "other")
+    assert code == 0, err
 
 
 def test_a_result_that_is_no_file_is_not_read_without_end(refused, tmp_path):

@@ -12,6 +12,7 @@ from torch import nn
 from toy import toy
 
 import duotone
+from duotone.serving import exporting
 from duotone.serving.exporting import ExportOptions, write_export
 
 SCHEMES = ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "MXFP4", "NVFP4", "NVFP4A16"]
@@ -125,11 +126,10 @@ def test_known_dtypes_have_no_warning(tmp_path) -> None:
 
 
 def test_an_export_goes_on_after_a_death_only_from_the_same_dtype(tmp_path, monkeypatch) -> None:
-    from duotone.serving import folder
-
+    """The whole shards of a dead export count only if they were encoded from that dtype."""
     model = toy()
     with monkeypatch.context() as patched:
-        patched.setattr(folder, "_replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(exporting, "_texts", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             duotone.export(model, tmp_path / "x", scheme="MXFP8", dtype=torch.float32)
     tensors, _ = exported(model, tmp_path / "x", scheme="MXFP8", dtype=torch.bfloat16)
