@@ -17,7 +17,7 @@ from duotone.recipes.delayed import check_requests
 from duotone.recipes.roles import Site
 from duotone.state import rolling
 from duotone.state.delayed import DelayedState
-from duotone.state.delayed_slot import DelayedSlot, FirstScale
+from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import AmaxMode
 from duotone.state.torch_private import real_tensors
 from duotone.tensor import History, QuantizedTensor, Quantizer
@@ -73,7 +73,7 @@ def states_for(module: "Planned", plan: LinearPlan, device: torch.device | None 
     device = device or weights_of(module)[0].device
     forward = state_of(module, FORWARD_STATE, FORWARD_SLOTS * members, history, device)
     backward = state_of(module, BACKWARD_STATE, BACKWARD_SLOTS * members, history, device)
-    forward.largest = [*largest(plan.input.quantizer), *largest(plan.weight.quantizer)] * members
+    forward.largest = largest_of(plan, members)
     backward.largest = largest(plan.gradient.quantizer) * members
     return forward.number, backward.number
 
@@ -238,15 +238,16 @@ def weight_context(module: "Planned", plan: LinearPlan, member: int = 0) -> Quan
     The scale is that of the module's state if it does not clip the weight, else it follows from the weight.
     """
     state = module._modules.get(FORWARD_STATE)
-    if isinstance(state, DelayedState):
-        slotted = with_slots(plan, (state.number, ""), "", AmaxMode.USE, member)
-    else:
-        parameters = agreed_history(plan.quantizers)
-        sides = largest(plan.weight.quantizer)
-        slotted = plan.with_slots(
-            lambda operand, side: FirstScale(sides[side] if operand == "weight" else 0.0, parameters)
-        )
-    return replace(slotted.weight.context, typed=False)
+    if not isinstance(state, DelayedState):
+        device = weights_of(module)[member].device
+        state = DelayedState(FORWARD_SLOTS * module.num_gemms, agreed_history(plan.quantizers), device)
+        state.largest = largest_of(plan, module.num_gemms)
+    return replace(with_slots(plan, (state.number, ""), "", AmaxMode.USE, member).weight.context, typed=False)
+
+
+def largest_of(plan: LinearPlan, members: int) -> list[float]:
+    """`largest` of all slots of a forward state."""
+    return [*largest(plan.input.quantizer), *largest(plan.weight.quantizer)] * members
 
 
 def largest(quantizer: Quantizer) -> list[float]:

@@ -26,7 +26,6 @@ from duotone.state.region import AMAX_MODES, EVALUATION, AmaxMode, in_backward
 from duotone.state.rolling import pending
 from duotone.state.torch_private import graph_task_id, is_faking
 from duotone.tensor.context import Slot
-from duotone.tensor.history import History
 
 
 @dataclass(frozen=True)
@@ -159,24 +158,6 @@ class FixedSlot(Slot):
 
     def scale_for(self, x: Tensor) -> Tensor:
         return self.state.scales_of(self.scales)[self.index : self.index + 1]
-
-
-@dataclass(frozen=True)
-class FirstScale(Slot):
-    """The scale that a new slot takes from its first tensor, before any state exists. Records nothing.
-
-    `largest` is the largest magnitude of the element.
-    """
-
-    largest: float
-    parameters: History
-
-    def scale_for(self, x: Tensor) -> Tensor:
-        amax = amax_of(x)
-        new = torch.ones_like(amax)
-        if not self.parameters.first_scale_from_amax:
-            return new
-        return history.first(torch.zeros_like(new)[None], new, amax, [self.largest], self.parameters)
 
 
 TRACED: set[str] = set()

@@ -3,7 +3,7 @@
 A read decodes the tensor as it is then, and a write reaches it, as for any view in torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
@@ -86,29 +86,8 @@ class DecodedView(Decodable):
         del size, stride
         return DecodedView(inner["source"], steps)
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return repr(plain(self))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain(self).__reduce_ex__(protocol)
-
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         return plain(self).clone()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """The values as torch's `numpy` gives them."""
-        return self.clone().numpy(force=force)
-
-    def tolist(self) -> Any:
-        """The values as nested lists."""
-        return plain(self).tolist()
-
-    def __format__(self, spec: str) -> str:
-        return format(plain(self), spec)
-
-    def __dlpack__(self, *args: Any, **options: Any) -> Any:
-        """A copy of the values."""
-        return plain(self).__dlpack__(*args, **options)
 
     def _refuse(self, *_: object, **_options: object) -> NoReturn:
         """MissingPlaneError: the values have no memory."""
@@ -158,6 +137,17 @@ class DecodedView(Decodable):
             return run_in_place(func, args, kwargs)
         plain_args, plain_kwargs = tree_map(plain, (args, kwargs))
         return func(*plain_args, **plain_kwargs)
+
+
+def _of_values(name: str) -> Callable[..., Any]:
+    def call(self: DecodedView, *args: Any, **options: Any) -> Any:
+        return getattr(self.clone(), name)(*args, **options)
+
+    return call
+
+
+for _name in ("__repr__", "__format__", "__reduce_ex__", "__dlpack__", "numpy", "tolist"):
+    setattr(DecodedView, _name, _of_values(_name))
 
 
 def _follow(x: Tensor, steps: Sequence[Step]) -> Tensor:
