@@ -1,13 +1,19 @@
 """autocast: the innermost region decides, and whatever happens inside, the outside comes back."""
 
+import threading
+import warnings
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import recipes
 from duotone.errors import UserError
 from duotone.state.autocast_context import active_recipe
+from duotone.state.region import STACK
 
 FP8, MX, NV = (recipes.load(name) for name in ("fp8-current", "mxfp8", "nvfp4"))
 
@@ -143,3 +149,114 @@ def test_model_init_inside_of_a_region_leaves_its_recipe_alone() -> None:
             raise ZeroDivisionError
         assert active_recipe() is NV and torch.equal(plain(x), expected)
         assert type(duotone.Linear(64, 64).weight) is nn.Parameter
+
+
+def model(convert: bool) -> nn.Module:
+    layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    return duotone.convert(layers, MX, rules=()) if convert else layers
+
+
+def in_vain(act: Callable[[], object]) -> list[warnings.WarningMessage]:
+    """The warnings that nothing followed a region."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    return [each for each in caught if "follows recipes, so it changed nothing" in str(each.message)]
+
+
+def entered(act: Callable[[Tensor], object], **options: object) -> Callable[[], object]:
+    def run() -> object:
+        with duotone.autocast(**{"recipe": NV, **options}):
+            return act(torch.randn(4, 32))
+
+    return run
+
+
+def decorated(act: Callable[[Tensor], object]) -> Callable[[], object]:
+    return duotone.autocast(NV)(lambda: act(torch.randn(4, 32)))
+
+
+@pytest.mark.parametrize("enter", [entered, decorated])
+def test_a_region_that_nothing_follows_gives_one_warning(enter) -> None:
+    (warning,) = in_vain(enter(model(convert=False)))
+    text = (
+        "nothing that ran under autocast('nvfp4') follows recipes, so it changed nothing; call duotone.convert(model, "
+    )
+    assert str(warning.message).startswith(text) and "\n" not in str(warning.message)
+    assert not in_vain(enter(model(convert=True)))
+
+
+def test_the_warning_names_the_line_of_the_region_and_comes_once_for_it() -> None:
+    plain = model(convert=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            with duotone.autocast(NV):
+                plain(torch.randn(4, 32))
+    assert [each.filename for each in caught] == [__file__]
+
+
+def test_a_compiled_model_asks_for_its_region_in_every_call() -> None:
+    converted, plain = (torch.compile(model(convert), backend="aot_eager") for convert in (True, False))
+    for _ in range(3):
+        assert not in_vain(entered(converted))
+    entered(plain)()
+    assert in_vain(entered(plain))
+
+
+def test_regions_that_asked_for_nothing_or_ran_nothing_are_silent() -> None:
+    plain, converted = model(convert=False), model(convert=True)
+
+    def in_thread(x: Tensor) -> Tensor:
+        thread = threading.Thread(target=converted, args=(x,))
+        thread.start()
+        thread.join()
+        return x.requires_grad_() * 2
+
+    def in_region_of_its_own(x: Tensor) -> Tensor:
+        with duotone.autocast(enabled=False):
+            return converted(x)
+
+    @torch.compile(backend="aot_eager")
+    def region_in_graph() -> Tensor:
+        with duotone.autocast(NV):
+            return plain(torch.ones(4, 32))
+
+    loss = plain(torch.randn(4, 32)).sum()
+    silent = {
+        "high precision": entered(plain, enabled=False),
+        "calibration": entered(plain, enabled=False, calibrating=True),
+        "bf16": entered(plain, recipe="bf16"),
+        "no forward": entered(lambda x: x),
+        "no gradient": entered(torch.no_grad()(plain)),
+        "a backward alone": entered(lambda x: loss.backward()),
+        "an inner region": entered(in_region_of_its_own),
+        "another thread": entered(in_thread),
+        "a graph": region_in_graph,
+        "a checkpoint": entered(lambda x: checkpoint(converted, x.requires_grad_(), use_reentrant=False)),
+        "a reentrant checkpoint": entered(lambda x: checkpoint(converted, x.requires_grad_(), use_reentrant=True)),
+        "an op": entered(duotone.ops.Linear(32, 32)),
+        "attention": entered(lambda x: duotone.DotProductAttention(2, 16)(*[x.view(4, 1, 2, 16).requires_grad_()] * 3)),
+    }
+    assert [name for name, act in silent.items() if in_vain(act)] == []
+
+
+def test_a_region_that_fails_says_no_more_than_its_error() -> None:
+    plain = model(convert=False)
+
+    def fail() -> None:
+        with pytest.raises(ZeroDivisionError):
+            entered(lambda x: (plain(x), 1 / 0))()
+
+    assert not in_vain(fail)
+
+
+def test_replays_of_a_cuda_graph_are_silent(monkeypatch) -> None:
+    """A replay asks for no region. So on a GPU nothing is said once any module asked."""
+    plain = model(convert=False)
+    model(convert=True)(torch.randn(4, 32))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr("duotone.state.region.is_capturing", lambda: False)
+    assert not in_vain(entered(plain))
+    monkeypatch.setattr(STACK, "was_followed", False)
+    assert in_vain(entered(plain))

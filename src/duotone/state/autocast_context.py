@@ -72,7 +72,9 @@ class autocast(RegionManager[AutocastRegion]):
     def end(self, region: AutocastRegion, *, failed: bool) -> None:
         if region.recorded:
             rolling.end_of_region(region, failed=failed)
-        elif not failed and region.recipe != HIGH_PRECISION and self.stack.ran_in_vain(region):
+        if failed or torch.compiler.is_dynamo_compiling() or region.recipe == HIGH_PRECISION:
+            return
+        if self.stack.ran_in_vain(region):
             text = f"nothing that ran under autocast({region.recipe.name!r}) follows recipes, so it changed nothing"
             warnings.warn(f"{text}; call duotone.convert(model, recipe) first, or leave autocast out", stacklevel=3)
 
