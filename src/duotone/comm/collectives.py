@@ -83,9 +83,8 @@ def _require_same_rows(x: Tensor, group: str) -> None:
     This is the only place that compares them. It does so where the host waits for no device: eager code on the CPU.
     Elsewhere torch's collectives end in errors of their own, or wait.
     """
-    if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or not x.is_cpu:
-        return
-    if x.device not in _resolve(group)._device_types:
+    is_eager = type(x) is Tensor and not torch.compiler.is_dynamo_compiling()
+    if not (is_eager and x.is_cpu and x.device in _resolve(group)._device_types):
         return
     with _disable_current_modes():  # no part of a graph, and no traffic: ranks on GPUs do not send it
         rows = _gathered(torch.tensor([x.shape[0]]), group).tolist()
