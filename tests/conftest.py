@@ -41,7 +41,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-SMALL_TENSORS = {"conversion", "formats", "old_files", "optim", "tensor"}
+SMALL_TENSORS = {"conversion", "formats", "optim", "tensor"}
 """Folders whose tensors gain less from threads than these cost where they wait for each other on a busy machine."""
 
 

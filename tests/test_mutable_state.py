@@ -78,6 +78,7 @@ ALLOWED = {
     "recipes.recipe._RECIPES": GRAPHS,
     "observe.candidates.recipe_of": PURE,
     "report.page._environment": PURE,
+    "report.spread._powers_of": PURE,
     "state.frames.FORWARD": "whether the forward that runs in this thread is that of another autograd.Function",
     "state.delayed.STATES": GRAPHS,
     "state.delayed_slot.TRACED": "states whose number a graph holds, which serves no other state",

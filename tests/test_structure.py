@@ -11,7 +11,7 @@ import duotone
 
 ROOT = Path(duotone.__file__).parent
 ORDER = (
-    "errors renamed text numbered allocate capture graph_ops formats kernels comm dispatch tensor recipes state "
+    "errors text numbered allocate capture graph_ops formats kernels comm dispatch tensor recipes state "
     "pipeline linear planned ops modules attention optim conversion observe distributed compat serving "
     "integrations lab report cli __init__ __main__"
 ).split()

@@ -3,11 +3,9 @@
 `surface.txt` holds all public names and signatures. To renew it after a change: python tests/test_surface.py
 """
 
-import dataclasses
 import enum
 import importlib
 import inspect
-import pickle
 import pkgutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -116,49 +114,6 @@ def test_functions_stay_functions_after_every_module_was_imported() -> None:
 
 def test_type_checkers_are_told_of_types() -> None:
     assert (ROOT / "py.typed").read_text() == ""
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
-        (duotone, "UsageError", "MissingPlaneError"),
-        (duotone, "name_modules", "assign_names"),
-        (duotone.observe, "tap", "with_statistics"),
-        (duotone.tensor, "HybridQuantizer", "HybridQuantizer"),
-    ],
-)
-def test_old_names_work_with_a_warning(module: ModuleType, old: str, new: str) -> None:
-    home = module if new in module.__all__ else duotone
-    with pytest.warns(DeprecationWarning, match=rf"{module.__name__}\.{old} has been renamed: use .*{new}") as caught:
-        assert getattr(module, old) is getattr(home, new)
-    assert caught[0].filename == __file__
-    assert old not in dir(module)
-    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
-        module.no_such_name  # noqa: B018
-
-
-@pytest.mark.parametrize(
-    ("kind", "old", "new", "value"),
-    [
-        (duotone.MXFP8BlockScaling, "min_gemm_work", "min_weight_elements", 4096),
-        (duotone.Float8BlockScaling, "square_wgrad_input", "wgrad_input_128x128", True),
-    ],
-)
-def test_old_names_of_recipe_fields_work_with_a_warning(kind: Any, old: str, new: str, value: Any) -> None:
-    expected = kind(**{new: value})
-    with pytest.warns(DeprecationWarning, match=f"{old} has been renamed: use {new}") as caught:
-        assert kind(**{old: value}) == expected
-        assert getattr(expected, old) == value
-        assert dataclasses.replace(kind(), **{old: value}) == expected
-        assert duotone.recipes.from_dict({"recipe": kind.kind, old: value}) == expected
-    assert caught[0].filename == __file__ == caught[1].filename
-    assert old not in duotone.recipes.dumps(expected)
-
-
-def test_an_error_that_was_pickled_under_its_old_name() -> None:
-    content = pickle.dumps(duotone.MissingPlaneError("no plane"), protocol=0)
-    error = pickle.loads(content.replace(b"MissingPlaneError", b"UsageError"))
-    assert isinstance(error, duotone.MissingPlaneError)
 
 
 if __name__ == "__main__":

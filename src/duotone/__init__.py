@@ -1,5 +1,7 @@
 """Duotone: low-precision training for PyTorch. Each direction of each tensor has its own format."""
 
+import importlib
+
 from duotone import formats, observe, ops, optim, recipes
 from duotone.attention import (
     DotProductAttention,
@@ -40,7 +42,6 @@ from duotone.recipes import (
     RuleRecipe,
     Schedule,
 )
-from duotone.renamed import keep_old_names
 from duotone.serving import export, load
 from duotone.state import autocast, load_rng_state, quantized_model_init, rng_state
 from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer
@@ -111,9 +112,12 @@ __all__ = [
     "rng_state",
 ]  # fmt: skip
 
-keep_old_names(
-    {"UsageError": "MissingPlaneError", "name_modules": "assign_names"}, globals(), ("distributed", "integrations")
-)
+
+def __getattr__(name: str) -> object:
+    """Import the two packages that need other libraries when they are first read."""
+    if name in ("distributed", "integrations"):
+        return importlib.import_module(f"duotone.{name}")
+    raise AttributeError(f"module 'duotone' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,7 @@
 """Names of Transformer Engine: quantizer handles, factories for `CustomRecipe`, and `RecipeState`."""
 
 from duotone import recipes
-from duotone.compat import (
-    factories,
-    old_paths,  # noqa: F401 (old pickles find their classes)
-)
+from duotone.compat import factories
 from duotone.compat.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,

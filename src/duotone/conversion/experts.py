@@ -6,7 +6,6 @@ Flags say whether they are transposed and have a `<name>_bias`. There is `_apply
 (E, F, D), `w3_EFD` and `w2_EDF` (E, D, F). A converted module keeps its parameters and its state_dict.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -171,6 +170,3 @@ def release_experts(module: nn.Module) -> None:
     for name in linear_names(module):
         module._modules.pop(f"{PREFIX}{name}", None)
     forwards.change_class(module, type(module).__bases__[1])
-
-
-_rebuild = functools.partial(forwards.rebuild, PlannedExperts)  # for old pickles

@@ -1,6 +1,5 @@
 """Targets of convert: a linear, a module of Duotone, or the linears of a module of experts."""
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -165,9 +164,6 @@ def parametrized_since(module: nn.Module) -> bool:
 
 def _properties(kind: type) -> set[str]:
     return {name for name, value in vars(kind).items() if isinstance(value, property)}
-
-
-_rebuild = functools.partial(forwards.rebuild, PlannedLinear)  # for old pickles
 
 
 def original_class(kind: type) -> type:

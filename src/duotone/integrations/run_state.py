@@ -58,7 +58,7 @@ def load_packed_state(model: nn.Module, text: str) -> None:
     """Restore what `packed_state` gave. UserError if the text is damaged or belongs to another model or recipe."""
     rng, recipe, then = _unpacked(text)
     now = recipe_names(model)
-    if then not in (None, now):  # None: a file of version 0.1
+    if then != now:
         remedy = "convert it as it was saved, or start from the weights"
         raise UserError(f"the checkpoint was saved under {then}, and the model follows {now}; {remedy}")
     if recipe_state(model).keys() - recipe.keys() or rng_state(model).keys() != rng.keys():
@@ -83,18 +83,18 @@ def load_common_state(model: nn.Module, text: str, prefix: str = "") -> None:
     load_rng_state(model, seeds)
 
 
-def _unpacked(text: str) -> tuple[dict[str, Tensor], dict[str, Tensor], str | None]:
+def _unpacked(text: str) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
     """Seeds, delayed states, and the names of recipes: those of this rank, if as many ranks saved them."""
     try:
         states: dict[str, Any] = torch.load(io.BytesIO(zlib.decompress(base64.b64decode(text))))
         ranks = states.get("ranks", [])
         if not ranks:
-            return states["rng"], states["recipe"], states.get("names")
+            return states["rng"], states["recipe"], states["names"]
         if dist.is_initialized() and len(ranks) == dist.get_world_size():
             states = {**states, **ranks[dist.get_rank()]}
         else:
             states["recipe"] = widest([state["recipe"] for state in ranks])
-        return states["rng"], states["recipe"], states.get("names")
+        return states["rng"], states["recipe"], states["names"]
     except (ValueError, KeyError, TypeError, EOFError, RuntimeError, zlib.error) as error:
         raise UserError(f"the seeds and scales of a checkpoint cannot be read ({error!r}); save it again") from None
 

@@ -6,7 +6,5 @@ from duotone.observe.memory_ledger import Ledger, ledger
 from duotone.observe.monitor import Monitor
 from duotone.observe.statistics import Tap
 from duotone.observe.tapped_recipe import with_statistics
-from duotone.renamed import keep_old_names
 
 __all__ = ["Advice", "AdviceRow", "Ledger", "Monitor", "Tap", "advise", "ledger", "with_statistics"]
-keep_old_names({"tap": "with_statistics"}, globals())

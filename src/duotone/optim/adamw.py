@@ -262,8 +262,6 @@ class AdamW(Optimizer):
 
     def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)
-        before = {"moment_dtype": None, "master_dtype": str(torch.float32), "capturable": False}  # these were options
-        self.defaults = {**before, **self.defaults}
         self._marks = {p: Mark.of(p, is_load=True) for p, of in self.state.items() if "master" in of}
         for group in self.param_groups:
             for name, value in self.defaults.items():

@@ -161,10 +161,6 @@ class Op(Channels, KnownRoles):
         """
         return extra
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        state.pop("_rewritten", None)  # older pickles may have it, in another form
-        getattr(super(), "__setstate__", self.__dict__.update)(state)
-
     def __repr__(self) -> str:
         """Like torch's. An export to ONNX prints the model before it guards against errors, so it is refused here."""
         onnx, recipe = sys.modules.get("torch.onnx"), self._recipe_in_use

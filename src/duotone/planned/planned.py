@@ -36,9 +36,6 @@ CONFIGURATION = (
 )
 """Attributes that `adopt` gives and `release` takes away."""
 
-OBSOLETE = ("_stages", "_variants", "_last", "_given", "_region", "_number", "_warned")
-"""Attributes of older pickles that follow from other attributes."""
-
 _UNNAMED = itertools.count(1)
 
 
@@ -260,8 +257,6 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         return state
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        state = {name: value for name, value in state.items() if name not in OBSOLETE}
-        state["saved_states"] = state.pop("_saved", None) or state.get("saved_states", {})
         super().__setstate__(state)
         self.plans = Planner(self)
 

@@ -10,7 +10,6 @@ from duotone.errors import RecipeError
 from duotone.recipes.delayed import FP8_FORMATS, DelayedOptions, fp8_element
 from duotone.recipes.recipe import Recipe, one_of
 from duotone.recipes.roles import LINEAR, SLOTS, QuantizerRole
-from duotone.renamed import old_field
 from duotone.tensor.quantizer import Quantizer
 
 FP32_MAX = torch.finfo(torch.float32).max
@@ -113,7 +112,6 @@ class Float8BlockScaling(Fp32ScaledRecipe):
 
     power_of_two_scales: bool = True
     wgrad_input_128x128: bool = False
-    square_wgrad_input = old_field("square_wgrad_input", "wgrad_input_128x128")
     kind: ClassVar[str] = "fp8-block"
 
     def assign(self, role: QuantizerRole | None) -> Quantizer:

@@ -13,7 +13,6 @@ from duotone.formats import IDENTITY
 from duotone.numbered import Numbered, constant_in_traces
 from duotone.recipes.limits import PRINTABLE, Table, check_integer
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site, in_slot, require_known
-from duotone.renamed import old_field, warn_renamed
 from duotone.tensor.quantizer import Quantizer
 
 T = TypeVar("T")
@@ -27,16 +26,11 @@ MEASURED = "measured"
 """The value of `min_weight_elements` that stands for the entries of `duotone.dispatch.target`."""
 
 
-RENAMED = {"min_gemm_work": "min_weight_elements", "square_wgrad_input": "wgrad_input_128x128"}
-"""Old names of fields, which still work."""
-
-
 class RecipeClass(type):
-    """Checks the arguments of a recipe before its constructor gets them, and renames old ones."""
+    """Checks the arguments of a recipe before its constructor gets them."""
 
     def __call__(cls: type[T], *args: object, **options: object) -> T:
         if "__dataclass_params__" in vars(cls):
-            options = with_new_names(options)
             _check_arguments(cls, args, options)
         return type.__call__(cls, *args, **options)
 
@@ -97,8 +91,6 @@ class Recipe(metaclass=RecipeClass):
     key: ClassVar[str]
     """A name that equal recipes share in this process. Plans and compiled graphs use it as a key."""
 
-    min_gemm_work = old_field("min_gemm_work", "min_weight_elements")
-
     def __post_init__(self) -> None:
         if self.backward_override not in OVERRIDES:
             allowed = "None, 'high_precision', 'dequantized'"
@@ -124,7 +116,7 @@ class Recipe(metaclass=RecipeClass):
         return {name: value for name, value in self.__dict__.items() if name not in ("key", "_first")}
 
     def __setstate__(self, state: Table) -> None:
-        vars(self).update({RENAMED.get(name, name): value for name, value in state.items()})
+        vars(self).update(state)
         _intern(self)
 
     @property
@@ -202,17 +194,6 @@ ELSEWHERE = {
     "override_linear_precision": "write backward_override = 'high_precision'",
 }
 """Options of Transformer Engine, and what to write here instead."""
-
-
-def with_new_names(options: Table) -> Table:
-    """Fields of a recipe by the names that they have now, with a DeprecationWarning for each old one.
-
-    An old name goes before the new one, which `dataclasses.replace` gives too.
-    """
-    old = {RENAMED[name]: value for name, value in options.items() if name in RENAMED}
-    for name in RENAMED.keys() & options.keys():
-        warn_renamed(f"the recipe field {name}", RENAMED[name], stacklevel=4)
-    return {name: value for name, value in options.items() if name not in RENAMED} | old
 
 
 def _check_arguments(kind: type, args: tuple[object, ...], options: Table) -> None:

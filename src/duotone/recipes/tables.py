@@ -11,7 +11,7 @@ from duotone.recipes.builtin import BUILTIN
 from duotone.recipes.custom import CustomRecipe
 from duotone.recipes.delayed import history
 from duotone.recipes.limits import PHASES, RULES, Table, check_number, is_list, is_table
-from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, with_new_names
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.rules import Rule, RuleRecipe
 from duotone.recipes.schedule import Phase, Schedule
 from duotone.tensor.history import History
@@ -35,7 +35,6 @@ def read(data: object, resolve: Resolve, default_name: str) -> Recipe | Schedule
 
 def read_recipe(data: Table, resolve: Resolve, default_name: str) -> Recipe:
     """A recipe, not a schedule, from its table."""
-    data = with_new_names(data)
     return _builtin(data, resolve) if "recipe" in data else _rules(data, resolve, default_name)
 
 

@@ -1,6 +1,5 @@
 """Planes, quantizers and the one tensor subclass that carries two planes."""
 
-from duotone.renamed import keep_old_names
 from duotone.tensor import ops, pickling, traced_writes  # noqa: F401 (fill tables)  # pyright: ignore[reportUnusedImport]
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.history import History
@@ -12,6 +11,3 @@ __all__ = [
     "BOTH", "LOCAL", "History", "Plane", "Planes", "QuantizeContext", "QuantizedTensor", "Quantizer", "Usage",
     "clear", "prepare_for_saving", "restore_from_saved",
 ]  # fmt: skip
-
-_HANDLES = "Float8Block Float8CurrentScaling Float8 Hybrid Identity MXFP8 NVFP4".split()
-keep_old_names({f"{kind}Quantizer": f"duotone.{kind}Quantizer" for kind in _HANDLES}, globals())

@@ -30,7 +30,7 @@ def warn_if_lost(before: Tensor, wanted: Tensor, after: Tensor) -> None:
     `before`, `wanted` and `after` have one shape: the values before the write, those written, and those stored.
     """
     move = (wanted - before).flatten()
-    arrived, whole = torch.stack([torch.dot((after - before).flatten(), move), torch.dot(move, move)]).tolist()
+    arrived, whole = (float(torch.dot(each, move)) for each in ((after - before).flatten(), move))
     if 2 * arrived < whole:
         warnings.warn(
             f"only {max(arrived, 0) / whole:.0%} of this update arrives, because a quantized tensor rounds to the "
