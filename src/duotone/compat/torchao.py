@@ -173,8 +173,8 @@ def convert_to_float8_training(
     earlier = [(each, each.recipe, each.rules) for each in excluded.values() if isinstance(each, Planned)]
     rules = tuple(Rule(module=escape(name), format=formats.IDENTITY.name) for name in sorted(excluded))
     convert_by(module, recipe, rules)  # torchao converts output heads too, so the default rules do not apply
-    for each, before, own in earlier:
-        each.adopt(before, own, each.module_name, each.site)
+    for each, before, rules_before in earlier:
+        each.adopt(before, rules_before, each.module_name, each.site)
     return module
 
 

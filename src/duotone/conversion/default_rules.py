@@ -261,8 +261,8 @@ def with_default_rules(rules: Sequence[Rule], model: nn.Module, recipes: Sequenc
         roles = [QuantizerRole("linear", kind, name) for kind in TENSOR_TYPES]
         if not any(rule.matches(role, sites[name]) for rule in named for role in roles):
             names.setdefault(why.text, set()).add(name)
-    kept = [KeptRule(names=frozenset(group), why=text) for text, group in names.items()]
-    return (*rules, *(rule for rule in OUTPUT_HEAD if rule not in rules), *kept)
+    in_high_precision = [KeptRule(names=frozenset(group), why=text) for text, group in names.items()]
+    return (*rules, *(rule for rule in OUTPUT_HEAD if rule not in rules), *in_high_precision)
 
 
 def _rules_of(recipe: Recipe) -> Iterator[Rule]:

@@ -136,8 +136,8 @@ def _device_kind(kind: str) -> str:
     try:
         return torch.device(kind).type
     except RuntimeError:
-        known = "write sm and a compute capability, as sm90, a GPU's name, as H100, or a device of torch"
-        message = f"unknown architecture {kind!r}; {known}"
+        remedy = "write sm and a compute capability, as sm90, a GPU's name, as H100, or a device of torch"
+        message = f"unknown architecture {kind!r}; {remedy}"
         raise UserError(message) from None
 
 

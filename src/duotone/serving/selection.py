@@ -207,10 +207,10 @@ def refuse_model(model: nn.Module) -> None:
             raise UserError(f"{name} is {tensor.dtype}, which safetensors does not store; give it another dtype")
 
 
-def warn_of_unknown_dtype(weights: Weights, given: torch.dtype | None) -> None:
-    """Warn if fp32 weights are encoded, and no dtype was `given`: a model does not tell whether training cast them."""
+def warn_of_unknown_dtype(weights: Weights, dtype: torch.dtype | None) -> None:
+    """Warn if fp32 weights are encoded and no dtype was asked for: no model tells whether training cast them."""
     wide = [name for name, weight in weights.items() if weight.dtype is torch.float32]
-    if wide and given is None:
+    if wide and dtype is None:
         others = f" and {len(wide) - 1} others are" if len(wide) > 1 else " is"
         warnings.warn(
             f"{wide[0]}{others} encoded from fp32; if torch.autocast or FSDP cast weights in training, other codes "

@@ -24,16 +24,16 @@ def values_before(t: Decodable) -> Tensor | None:
     return t.values(torch.float32) if rounds and is_real and t._version.bit_count() == 1 else None
 
 
-def warn_if_lost(before: Tensor, wanted: Tensor, after: Tensor) -> None:
-    """Warn if less than half of what an operation moves arrives: the projection of the actual move on the wanted one.
+def warn_if_lost(before: Tensor, values: Tensor, after: Tensor) -> None:
+    """Warn if less than half of what an operation moves arrives: the projection of the actual move on the intended one.
 
-    `before`, `wanted` and `after` have one shape: the values before the write, those written, and those stored.
+    `before`, `values` and `after` have one shape: the values before the write, those written, and those stored.
     """
-    move = (wanted - before).flatten()
-    arrived, whole = (float(torch.dot(each, move)) for each in ((after - before).flatten(), move))
-    if 2 * arrived < whole:
+    move = (values - before).flatten()
+    progress, whole = (float(torch.dot(each, move)) for each in ((after - before).flatten(), move))
+    if 2 * progress < whole:
         warnings.warn(
-            f"only {max(arrived, 0) / whole:.0%} of this update arrives, because a quantized tensor rounds to the "
+            f"only {max(progress, 0) / whole:.0%} of this update arrives, because a quantized tensor rounds to the "
             "nearest code: an average or an optimizer stands still; average in a plain tensor (t.dequantize()), or "
             "train with duotone.optim.AdamW, which keeps masters",
             stacklevel=7,

@@ -97,8 +97,8 @@ class TheirRecipe:
         title = type(self).__name__
         names = tuple(field.name for field in fields(self))  # type: ignore[arg-type]
         order = self.order.split()
-        given, named = defaults({*names, *order}), by_name(title, order, values, options)
-        numbers = translated(title, given, names) | translated(title, named, names)
+        from_environment, named = defaults({*names, *order}), by_name(title, order, values, options)
+        numbers = translated(title, from_environment, names) | translated(title, named, names)
         super().__init__(**NUMERICS | self.numerics | numbers)
 
     delayed = _asks(recipes.DelayedScaling)
