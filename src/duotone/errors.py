@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -22,6 +22,12 @@ class MissingPlaneError(RuntimeError):
 
 class RecipeError(UserError):
     """A recipe, a rule or a format name that cannot be used."""
+
+
+def one_of(field: str, value: object, allowed: Collection[object], error: type[UserError] = UserError) -> None:
+    """Raise `error` unless `value` is allowed. The message names the field, the value, and all that is allowed."""
+    if value not in allowed:
+        raise error(f"{field} {value!r} is unknown; allowed are {', '.join(map(repr, allowed))}")
 
 
 @contextmanager

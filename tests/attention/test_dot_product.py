@@ -271,7 +271,7 @@ def test_batches_and_sequences_of_nothing_give_nothing() -> None:
     ("options", "message"),
     [
         ({"attn_mask_type": "triangle"}, "'triangle' is unknown; allowed are 'no_mask', 'causal'"),
-        ({"qkv_format": "bhsd"}, "'bhsd' is unknown; allowed are 'sbhd', 'bshd' and 'thd'"),
+        ({"qkv_format": "bhsd"}, "'bhsd' is unknown; allowed are 'sbhd', 'bshd', 'thd'"),
         ({"num_gqa_groups": 3}, "num_gqa_groups 3 does not divide num_attention_heads 4"),
         ({"attention_dropout": 1.0}, "attention_dropout is 1.0; give a probability"),
         ({"window_size": (-2, 0)}, "window_size is (-2, 0); give (left, right)"),

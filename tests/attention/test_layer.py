@@ -229,7 +229,7 @@ def test_arguments_reach_the_parts() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer_type": "both"}, "'both' is unknown; allowed are 'encoder' and 'decoder'"),
+        ({"layer_type": "both"}, "'both' is unknown; allowed are 'encoder', 'decoder'"),
         ({"hidden_dropout": -0.1}, "hidden_dropout is -0.1"),
         ({"drop_path_rate": 1.0}, "drop_path_rate is 1.0"),
         ({"drop_path_rate": 0.1, "attn_input_format": "thd"}, "set it to 0"),

@@ -293,7 +293,7 @@ def test_is_first_microbatch_reaches_both_linears() -> None:
         ({"num_attention_heads": 4.0}, "num_attention_heads is 4.0; give an integer of at least 1"),
         ({"kv_channels": 0}, "kv_channels is 0; give an integer of at least 1"),
         ({"hidden_size": 30}, "hidden_size 30 does not divide over 4 heads"),
-        ({"attention_type": "both"}, "'both' is unknown; allowed are 'self' and 'cross'"),
+        ({"attention_type": "both"}, "'both' is unknown; allowed are 'self', 'cross'"),
         ({"qk_norm_type": "GroupNorm"}, "qk_norm_type 'GroupNorm' is unknown"),
         ({"attn_mask_type": "triangle"}, "'triangle' is unknown"),
         ({"qkv_format": "bhsd"}, "'bhsd' is unknown"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from duotone.errors import UserError
+from duotone.errors import UserError, one_of
 from duotone.ops import L2Normalization, LayerNorm, RMSNorm
 
 LAYOUTS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3), "thd": (0, 2, 1, 3)}
@@ -15,8 +15,7 @@ LAYOUTS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3), "thd": (0, 2, 1, 3)}
 
 def check_layout(name: str) -> str:
     """The name of a layout. UserError if it is unknown."""
-    if name not in LAYOUTS:
-        raise UserError(f"qkv_format {name!r} is unknown; allowed are 'sbhd', 'bshd' and 'thd'")
+    one_of("qkv_format", name, LAYOUTS)
     return name
 
 
@@ -138,7 +137,5 @@ def head_norm(kind: str | None, width: int, eps: float, **options: Any) -> nn.Mo
         return None
     if kind == "L2Normalization":
         return L2Normalization(eps=eps)
-    if kind not in NORMS:
-        allowed = ", ".join(map(repr, (None, "L2Normalization", *NORMS)))
-        raise UserError(f"qk_norm_type {kind!r} is unknown; allowed are {allowed}")
+    one_of("qk_norm_type", kind, (None, "L2Normalization", *NORMS))
     return NORMS[kind](width, eps=eps, **options)

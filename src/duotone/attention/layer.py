@@ -12,7 +12,7 @@ from duotone.attention.heads import NORMS, check_layout, token_axis
 from duotone.attention.kv_cache import KVCache
 from duotone.attention.masks import Window
 from duotone.attention.multihead import Init, MultiheadAttention, Rotary, below
-from duotone.errors import UserError
+from duotone.errors import UserError, one_of
 from duotone.modules import LayerNormMLP
 from duotone.modules.fused_module import ModuleGroup
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
@@ -100,8 +100,7 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
     def _checked_axis(self, layout: str) -> int | None:
         """The axis of samples, None of packed sequences. UserError for what does not go together."""
         axis = None if check_layout(layout) == "thd" else 1 - token_axis(layout)
-        if self.layer_type not in ("encoder", "decoder"):
-            raise UserError(f"layer_type {self.layer_type!r} is unknown; allowed are 'encoder' and 'decoder'")
+        one_of("layer_type", self.layer_type, ("encoder", "decoder"))
         for name in ("hidden_dropout", "drop_path_rate"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; give a probability from 0 to below 1")

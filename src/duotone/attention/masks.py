@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from duotone.attention.ranks import Ranks
-from duotone.errors import UserError
+from duotone.errors import UserError, one_of
 
 Window = tuple[int, int]
 Masks = Tensor | tuple[Tensor, Tensor] | None
@@ -41,8 +41,7 @@ MASK_TYPES = {
 
 def mask_type(name: str) -> MaskType:
     """The kind of mask that a name of Transformer Engine means. UserError if it is unknown."""
-    if name not in MASK_TYPES:
-        raise UserError(f"attn_mask_type {name!r} is unknown; allowed are {', '.join(map(repr, MASK_TYPES))}")
+    one_of("attn_mask_type", name, MASK_TYPES)
     return MASK_TYPES[name]
 
 

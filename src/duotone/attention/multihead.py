@@ -12,7 +12,7 @@ from duotone.attention.kv_cache import KVCache
 from duotone.attention.masks import Masks, Window, mask_type
 from duotone.attention.recipe_following import FollowsRecipes
 from duotone.attention.rotary import Angles, Rotation, apply_rotary_pos_emb
-from duotone.errors import UserError
+from duotone.errors import UserError, one_of
 from duotone.modules import LayerNormLinear, Linear
 from duotone.modules.fused_module import ModuleGroup
 from duotone.numbered import ByName
@@ -113,8 +113,7 @@ class MultiheadAttention(InnerBoundaryRoles, FollowsRecipes, ModuleGroup):
     def _add_projections(
         self, hidden_size: int, heads: Heads, linear: dict[str, Any], norm: dict[str, Any], fused: bool, name: str
     ) -> None:
-        if self.attention_type not in PROJECTIONS:
-            raise UserError(f"attention_type {self.attention_type!r} is unknown; allowed are 'self' and 'cross'")
+        one_of("attention_type", self.attention_type, PROJECTIONS)
         self._projections = []
         for plain, normed, kinds in PROJECTIONS[self.attention_type]:
             attribute, role = normed if norm and normed else plain

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from duotone.errors import UserError
+from duotone.errors import UserError, one_of
 from duotone.formats import philox
 from duotone.formats.elements import PLAIN, Stages
 from duotone.formats.geometry import Block, Factors, Parts, PartSpec, Shard, crop
@@ -168,5 +168,4 @@ def check_matrix(name: str, x: Tensor, plane: str) -> None:
     require_dense(name, x)
     if x.dim() != 2:
         raise UserError(f"{name} encodes a 2-D tensor; got {x.dim()}-D: flatten it first")
-    if plane not in philox.PLANES:
-        raise UserError(f"plane {plane!r} is unknown; allowed are 'row' and 'col'")
+    one_of("plane", plane, philox.PLANES)

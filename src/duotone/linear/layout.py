@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor
 
 from duotone.comm import ShardContext, all_reduce, group_rank, group_size, reduce_scatter
-from duotone.errors import UserError
+from duotone.errors import UserError, one_of
 from duotone.tensor.plane import Plane, gather
 from duotone.tensor.quantizer import Quantizer
 
@@ -203,8 +203,7 @@ def parallel_layout(
     mode: str | None, group: "ProcessGroup | None", sequence_parallel: bool, tp_size: int = 1
 ) -> Layout:
     """The layout of `parallel_mode` in a process group. A `tp_size` above 1 must be the size of the group."""
-    if mode not in LAYOUTS:
-        raise UserError(f"parallel_mode {mode!r} is unknown; allowed are None, 'column' and 'row'")
+    one_of("parallel_mode", mode, LAYOUTS)
     if not isinstance(tp_size, int) or tp_size < 1 or (mode is None and tp_size != 1):
         remedy = "leave it out, or give parallel_mode 'column' or 'row' and the tp_group whose size it repeats"
         raise UserError(f"tp_size is {tp_size!r}; {remedy}")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from duotone.comm import SummedOver
 from duotone.dispatch.norms import NORMS, L2Kernel, LayerNormKernel, RMSNormKernel, widened
-from duotone.errors import UserError
+from duotone.errors import UserError, one_of
 from duotone.ops.basic import ProducerStage
 from duotone.pipeline.op import Op, TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
@@ -98,8 +98,7 @@ class NormOp(Op):
     """The sum of the gradients of the parameters, if other ranks have other rows."""
 
     def __init__(self, owner: nn.Module, kind: str, eps: float, zero_centered: bool, prefix: str = "") -> None:
-        if kind not in NORMS:
-            raise UserError(f"normalization {kind!r} is unknown; allowed are {', '.join(NORMS)}")
+        one_of("normalization", kind, NORMS)
         self.owner, self.names = owner, (f"{prefix}weight", f"{prefix}bias")
         self.kind, self.eps, self.zero_centered = kind, eps, zero_centered
         self.stages = {keeps: NormStage(NORMS[kind], eps, zero_centered, keeps) for keeps in (False, True)}

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from duotone.errors import UserError
+from duotone.errors import UserError, one_of
 from duotone.recipes.recipe import drop_dead
 from duotone.recipes.roles import SLOTS, QuantizerRole, require_known
 
@@ -17,8 +17,7 @@ class KnownRoles:
 
         Slots of children are `<child>.<slot>`. None is a consumer that is not known. UserError for another mode.
         """
-        if mode not in (None, *SLOTS):
-            raise UserError(f"mode {mode!r} is unknown; allowed are 'forward' and 'backward'")
+        one_of("mode", mode, (None, *SLOTS))
         modes = tuple(SLOTS) if mode is None else (mode,)
         return {slot: role for one in modes for slot, role in self.roles_of(one).items()}
 

@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 
 from duotone import formats
-from duotone.errors import RecipeError
+from duotone.errors import RecipeError, one_of
 from duotone.recipes.delayed import FP8_FORMATS, DelayedOptions, fp8_element
-from duotone.recipes.recipe import Recipe, one_of
+from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import LINEAR, SLOTS, QuantizerRole
 from duotone.tensor.quantizer import Quantizer
 
@@ -42,7 +42,7 @@ class Fp8Recipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("fp8_format", self.fp8_format, FP8_FORMATS)
+        one_of("fp8_format", self.fp8_format, FP8_FORMATS, RecipeError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +168,8 @@ class NVFP4BlockScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
-            one_of(field, getattr(self, field), OVER_SIX)
-        one_of("nvfp4_4over6_err_mode", self.nvfp4_4over6_err_mode, ("MAE", "MSE"))
+            one_of(field, getattr(self, field), OVER_SIX, RecipeError)
+        one_of("nvfp4_4over6_err_mode", self.nvfp4_4over6_err_mode, ("MAE", "MSE"), RecipeError)
 
     def assign(self, role: QuantizerRole | None) -> Quantizer:
         if _is(role, "weight"):

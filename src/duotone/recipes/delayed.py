@@ -7,9 +7,8 @@ from enum import StrEnum
 from torch import Tensor
 
 from duotone import formats
-from duotone.errors import RecipeError, UserError, shown, shown_fields
+from duotone.errors import RecipeError, UserError, one_of, shown, shown_fields
 from duotone.recipes.limits import Table
-from duotone.recipes.recipe import one_of
 from duotone.recipes.roles import GRADIENTS, QuantizerRole
 from duotone.tensor.history import History
 from duotone.tensor.quantizer import Quantizer
@@ -55,7 +54,7 @@ class DelayedOptions:
         return shown_fields(self)
 
     def __post_init__(self) -> None:
-        one_of("fp8_format", self.fp8_format, FP8_FORMATS)
+        one_of("fp8_format", self.fp8_format, FP8_FORMATS, RecipeError)
         self.delayed_quantizer(None)
 
     def delayed_quantizer(self, role: QuantizerRole | None) -> Quantizer:

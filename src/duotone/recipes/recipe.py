@@ -8,7 +8,7 @@ from typing import ClassVar, TypeVar, Union
 
 import torch
 
-from duotone.errors import RecipeError, qualified_name, shown_fields
+from duotone.errors import RecipeError, one_of, qualified_name, shown_fields
 from duotone.formats import IDENTITY
 from duotone.numbered import Numbered, constant_in_traces
 from duotone.recipes.limits import PRINTABLE, Table, check_integer
@@ -92,9 +92,7 @@ class Recipe(metaclass=RecipeClass):
     """A name that equal recipes share in this process. Plans and compiled graphs use it as a key."""
 
     def __post_init__(self) -> None:
-        if self.backward_override not in OVERRIDES:
-            allowed = "None, 'high_precision', 'dequantized'"
-            raise RecipeError(f"backward_override {self.backward_override!r} is unknown; allowed are {allowed}")
+        one_of("backward_override", self.backward_override, OVERRIDES, RecipeError)
         for field in fields(self):
             if field.type is bool and not isinstance(getattr(self, field.name), bool):
                 raise RecipeError(f"{field.name} is {getattr(self, field.name)!r}; allowed are true and false")
@@ -294,9 +292,3 @@ def _loaded(name_or_path: str) -> "Recipe":
     from duotone.recipes.library import load  # which imports this file
 
     return load(name_or_path)
-
-
-def one_of(field: str, value: object, allowed: tuple[object, ...]) -> None:
-    """RecipeError unless `value` is allowed."""
-    if value not in allowed:
-        raise RecipeError(f"{field} {value!r} is unknown; allowed are {', '.join(map(repr, allowed))}")

@@ -5,10 +5,10 @@ from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from duotone import formats
-from duotone.errors import RecipeError, UserError, shown_fields
+from duotone.errors import RecipeError, UserError, one_of, shown_fields
 from duotone.recipes.conditions import check_layer, check_module_type, check_size, expression, glob, is_layer, is_size
 from duotone.recipes.limits import BASES, RULES, Table, check_number, check_text, check_title
-from duotone.recipes.recipe import Recipe, as_recipe, one_of, plain
+from duotone.recipes.recipe import Recipe, as_recipe, plain
 from duotone.recipes.roles import (
     ANYWHERE,
     ATTENTION_TYPES,
@@ -70,7 +70,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         self._check_conditions()
-        one_of("columnwise_source", self.columnwise_source, SOURCES)
+        one_of("columnwise_source", self.columnwise_source, SOURCES, RecipeError)
         for field in ("format", *DIRECTIONS, *GEMMS):
             name = getattr(self, field)
             if name is not None:
@@ -91,7 +91,7 @@ class Rule:
                     f"{field.name} is {value!r}; every field of a rule is a string, layer also an integer"
                 )
         if self.tensor_type is not None:
-            one_of("tensor_type", self.tensor_type, (*TENSOR_TYPES, *BOUNDARIES, *ATTENTION_TYPES))
+            one_of("tensor_type", self.tensor_type, (*TENSOR_TYPES, *BOUNDARIES, *ATTENTION_TYPES), RecipeError)
         if self.module_type is not None:
             check_module_type(self.module_type)
         if self.layer is not None:
