@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from duotone.observe.storages import LiveStorages, sizes, storages
+from duotone.observe.storages import LiveStorages, sizes, storages, tensors_in
 from duotone.pipeline.autograd import RUNNER, Outputs, PipelineFunction, Stages
 from duotone.pipeline.op import Op
 from duotone.tensor import QuantizedTensor
@@ -127,7 +127,8 @@ class Census:
     output: dict[int, int] = field(default_factory=dict)
     _open: list[tuple[str, Call | None]] = field(default_factory=list)
     _leaves: list[weakref.ref] = field(default_factory=list)
-    _gradients: list[tuple[weakref.ref, Tensor | None]] = field(default_factory=list)
+    _gradients: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    """The earlier gradient of each input of the step."""
 
     def run(self, model: nn.Module, step: Callable[[], Tensor]) -> Tensor:
         """Call `step` and watch every module of `model`. Removes the gradients of inputs; see `restore_gradients`."""
@@ -148,23 +149,19 @@ class Census:
 
     def clear_gradients(self) -> None:
         """Drop the gradients of the tensors whose earlier gradients `restore_gradients` puts back."""
-        for reference, _ in self._gradients:
-            tensor = reference()
-            if tensor is not None:
-                tensor.grad = None
+        for tensor in self._gradients:
+            tensor.grad = None
 
     def restore_gradients(self) -> None:
         """Give the inputs of the step their earlier gradients."""
-        for reference, gradient in self._gradients:
-            tensor = reference()
-            if tensor is not None:
-                tensor.grad = gradient
+        for tensor, gradient in self._gradients.items():
+            tensor.grad = gradient
 
     def _watch(self, stack: ExitStack, name: str, module: nn.Module) -> None:
         counts = not isinstance(module, Op) and next(module.children(), None) is None
 
         def before(module: nn.Module, args: object, kwargs: object) -> None:
-            tensors = _tensors((args, kwargs))
+            tensors = tensors_in((args, kwargs))
             self._note_leaves(tensors)
             trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
             self._open.append((name, self._begin(name, tensors, trained) if counts else None))
@@ -199,7 +196,7 @@ class Census:
         return call
 
     def _finish(self, call: Call, result: object) -> None:
-        tensors = _tensors(result)
+        tensors = tensors_in(result)
         call.outputs, call.end = sizes(tensors), len(self.saved)
         call.differentiable = any(t.requires_grad for t in tensors)
 
@@ -208,8 +205,8 @@ class Census:
             if tensor.grad_fn is None:
                 new = [s for s in storages(tensor) if s._cdata not in self.static]
                 self._leaves.extend(weakref.ref(s) for s in new)
-                if new and tensor.requires_grad and all(reference() is not tensor for reference, _ in self._gradients):
-                    self._gradients.append((weakref.ref(tensor), tensor.grad))
+                if new and tensor.requires_grad and tensor not in self._gradients:
+                    self._gradients[tensor] = tensor.grad
                     tensor.grad = None  # backward would add to it in place
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -218,10 +215,6 @@ class Census:
             if key not in self.static:
                 self.saved.setdefault(key, (owner, size))
         return tensor
-
-
-def _tensors(values: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter | None:

@@ -15,6 +15,11 @@ from duotone.state.delayed import DelayedState
 from duotone.tensor.plane import Plane
 
 
+def tensors_in(values: object) -> list[Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages that hold the values of `tensor`. For a wrapper subclass, those of its parts."""
     if is_traceable_wrapper_subclass(tensor):
@@ -52,9 +57,8 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._add(leaf)
+        for tensor in tensors_in(result):
+            self._add(tensor)
         return result
 
     def _add(self, tensor: Tensor) -> None:

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 
-from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from duotone.observe.storages import tensors_in
 
 COLLECTIVES = ("c10d", "_c10d_functional")
 
@@ -40,10 +40,10 @@ class Wire(TorchDispatchMode):
         return result
 
     def _count(self, name: str, args: tuple[object, ...], result: object) -> None:
-        sizes = [leaf.numel() * leaf.element_size() for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors_in((args, result))]
         if name.startswith("allgather"):
             self.gathers.append(max(sizes) - min(sizes))
         elif name.startswith("alltoall"):
-            self.exchanged += sizes[len([leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]) - 1]
+            self.exchanged += sizes[len(tensors_in(args)) - 1]
         elif "reduce" in name:
             self.reduced += max(sizes)
