@@ -82,7 +82,8 @@ def _cosine(signal: float, decoded: float, noise: float) -> float | None:
 
 
 Key = tuple[str, str, str, str]
-"""(module, role, plane, format)."""
+COLUMNS = ("module", "role", "plane", "format")
+"""The names of the parts of a key in rows."""
 
 
 EVENTS = ("amaxes_skipped", "spikes_clamped")
@@ -143,13 +144,10 @@ class Tap(Sampler):
         """
         return [
             {
-                "module": module,
-                "role": role,
-                "plane": plane,
-                "format": fmt,
+                **dict(zip(COLUMNS, key, strict=True)),
                 **summary(entry.sums.tolist(), entry.extremes.tolist()),
                 "samples": entry.samples,
                 **dict(zip(EVENTS, entry.slot.events() if entry.slot is not None else (0, 0), strict=True)),
             }
-            for (module, role, plane, fmt), entry in self._entries.items()
+            for key, entry in self._entries.items()
         ]

@@ -13,7 +13,7 @@ from duotone.dispatch.casts import has_kernels
 from duotone.formats import Format
 from duotone.formats.hadamard import SIZE as GROUP
 from duotone.observe.sampling import Sampler, Slots, spread
-from duotone.observe.statistics import FIELDS, Key, summary, tally
+from duotone.observe.statistics import COLUMNS, FIELDS, Key, summary, tally
 from duotone.recipes.roles import QuantizerRole
 from duotone.state.delayed import DelayedState
 from duotone.state.history import is_new
@@ -197,18 +197,13 @@ class Sent:
         wholes, are_new = others[: 3 * len(self._keys)].reshape(-1, 3), others[3 * len(self._keys) :]
         measured = dict(zip(self._places, samples.reshape(-1, WIDTH).tolist(), strict=True))
         measured |= {twin: measured[place] for twin, place in self._twins.items() if place in measured}
-        groups: dict[Key, list[int]] = {}
-        for place, (key, _) in enumerate(self._keys):
-            groups.setdefault(key, []).append(place)
+        groups: dict[tuple[Key, float], list[int]] = {}
+        for place, plane in enumerate(self._keys):
+            groups.setdefault(plane, []).append(place)
         counts = wholes.tolist()
         rows = [
-            _row(
-                key,
-                self._keys[places[0]][1],
-                [counts[p] for p in places],
-                [measured[p] for p in places if p in measured],
-            )
-            for key, places in groups.items()
+            _row(*plane, [counts[p] for p in places], [measured[p] for p in places if p in measured])
+            for plane, places in groups.items()
         ]
         dead = [slot for slot, new in zip(self._slots, are_new.tolist(), strict=True) if slot and new]
         return rows, dead
@@ -216,16 +211,15 @@ class Sent:
 
 def _row(key: Key, largest: float, wholes: Sequence[Sequence[float]], samples: Sequence[Sequence[float]]) -> Row:
     """One plane in one step, over its samples. Numbers that are not finite are None, because JSON has none."""
-    module, role, plane, fmt = key
     amaxes, nans, infs = zip(*wholes, strict=True)
-    row: Row = {"module": module, "role": role, "plane": plane, "format": fmt}
+    row: Row = dict(zip(COLUMNS, key, strict=True))
     if samples:
         *sums, high, low, clipped, most, least = zip(*samples, strict=True)
         totals = [math.fsum(column) for column in sums]
         row |= summary(totals, [max(high), max(low)])
         row["clipped"] = sum(clipped) / max(1.0, totals[FIELDS.index("elements")])
         row |= {"scale": max(most) / largest, "smallest_scale": -max(least) / largest}
-        if role == "grad_output" and (signal := row["snr_db"]) is not None:
+        if row["role"] == "grad_output" and (signal := row["snr_db"]) is not None:
             row["gradient_to_noise"] = 10 ** (float(signal) / 20)
     row |= {"amax": max(amaxes), "nan": int(sum(nans)), "inf": int(sum(infs))}
     return {name: _rounded(value) if isinstance(value, float) else value for name, value in row.items()}
