@@ -41,8 +41,8 @@ class Alarms:
 
     _active: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """The places of each kind that are in trouble, as far as they were last measured."""
-    _means: dict[str, float] = field(default_factory=dict)
-    _counts: dict[str, int] = field(default_factory=dict)
+    _means: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """The running mean of the size of each amax, and over how many steps."""
     _last: int | None = None
 
     def check(self, step: int, rows: Sequence[Row], dead: Sequence[str]) -> list[Alarm]:
@@ -94,10 +94,10 @@ class Alarms:
             if amax <= 0:
                 continue
             where, size = place(row), math.log2(amax)
-            mean, count = self._means.get(where, size), self._counts.get(where, 0)
+            mean, count = self._means.get(where, (size, 0))
             if count >= STEADY and abs(size - mean) > MOST_DRIFT:
                 drifts.append((abs(size - mean), where, f"the amax is {amax:.3g} after a mean of {2**mean:.3g}"))
-            self._means[where], self._counts[where] = (mean + size) / 2, count + 1
+            self._means[where] = (mean + size) / 2, count + 1
         return [(where, message) for _, where, message in sorted(drifts, reverse=True)]
 
 
