@@ -110,8 +110,8 @@ class Advice:
     def to_dict(self) -> dict[str, object]:
         """JSON-ready; an SNR that is not finite is None."""
         rows = [asdict(row) for row in self.rows]
-        for row, entry in zip(self.rows, rows, strict=True):
-            entry["snr_db"] = row.snr_db if row.snr_db is not None and math.isfinite(row.snr_db) else None
+        for row in rows:
+            row["snr_db"] = row["snr_db"] if math.isfinite(row["snr_db"] or 0.0) else None
         notes = list(self.notes)
         return {"base": self.base, "errors": dict(self.errors), "notes": notes, "toml": self.toml, "rows": rows}
 
