@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from duotone.attention.blockwise import BackwardOperands, Blocks, attend, differentiate
-from duotone.attention.head_planes import HeadOperand, TileOperand
+from duotone.attention.head_planes import EncodedHeads, HeadOperand, TileOperand
 from duotone.attention.heads import from_heads, to_heads, token_axis
 from duotone.attention.ranks import Ranks
 from duotone.dispatch import attention
@@ -80,7 +80,7 @@ class Call(NamedTuple):
 
 
 STAGES: "Numbered[AttentionStage]" = Numbered()
-ROWWISE, COLUMNWISE = Usage(True, False), Usage(False, True)
+ROWWISE = Usage(True, False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,6 @@ class AttentionStage(Stage):
     out: HeadOperand
     weights: TileOperand
     scores_gradient: TileOperand
-    scale: float
     is_stochastic: bool
     is_delayed: bool
     problem: AttentionProblem
@@ -138,12 +137,8 @@ class AttentionStage(Stage):
 
     @property
     def rolls_forward_alone(self) -> bool:
-        forward = (
-            *self.query.context.slots,
-            *self.key.context.slots,
-            *self.value.context.slots,
-            *self.weights.context.slots,
-        )
+        operands = self.query, self.key, self.value, self.weights
+        forward = [slot for operand in operands for slot in operand.context.slots]
         return any(forward) and not any((*self.scores_gradient.context.slots, *self.gradient.context.slots))
 
     def forward(
@@ -213,8 +208,8 @@ class AttentionStage(Stage):
             dk, dv = (self.ranks.summed(each, token_axis(self.call.layout)) for each in (dk, dv))
         return dq, dk, dv, None, None
 
-    def operands(self, parts: Sequence[Tensor], sizes: Sizes, backward: bool) -> "list[dict[str, Plane]]":
-        """The planes of query, key, value and, in backward, of the saved output and its gradient."""
+    def operands(self, parts: Sequence[Tensor], sizes: Sizes, backward: bool) -> list[EncodedHeads]:
+        """Query, key, value and, in backward, the saved output and its gradient, from their flat parts."""
         both = self.call.tracks
         encodings = [
             (self.query, sizes.query, Usage(True, both)),
@@ -223,11 +218,12 @@ class AttentionStage(Stage):
         ]
         if backward:
             encodings += [(self.out, sizes.output, ROWWISE), (self.gradient, sizes.output, Usage(True, True))]
-        planes, at = [], 0
+        encoded, at = [], 0
         for operand, shape, usage in encodings:
-            planes.append(operand.planes(parts[at:], shape, usage))
-            at += sum(len(plane.parts) for plane in planes[-1].values())
-        return planes
+            planes = operand.planes(parts[at:], shape, usage)
+            encoded.append(EncodedHeads(operand, planes, shape))
+            at += sum(len(plane.parts) for plane in planes.values())
+        return encoded
 
 
 class OpCall(NamedTuple):
@@ -252,13 +248,14 @@ class OpCall(NamedTuple):
     @property
     def options(self) -> Options:
         """What the kernels are told besides tensors."""
-        return Options(self.stage.scale, self.stage.call.causal, self.stage.fast, self.dtype)
+        stage = self.stage
+        return Options(stage.call.scale, stage.call.causal, stage.fast, self.dtype)
 
     @property
     def blocks(self) -> Blocks:
         """The call in blocks, for devices without a kernel."""
-        stage = self.stage
-        return Blocks(stage.scale, stage.call.causal, stage.call.dropout, self.seen, self.seed, self.dtype)
+        call = self.stage.call
+        return Blocks(call.scale, call.causal, call.dropout, self.seen, self.seed, self.dtype)
 
 
 def _attend(parts: list[Tensor], *arguments: object) -> tuple[Tensor, Tensor]:
@@ -266,13 +263,11 @@ def _attend(parts: list[Tensor], *arguments: object) -> tuple[Tensor, Tensor]:
     stage, shape = call.stage, Sizes(*call.sizes)
     query, key, value = stage.operands(parts, shape, backward=False)
     if stage.forward_kernel:
-        planes = query["rowwise"], key["rowwise"], value["columnwise"]
+        planes = query.planes["rowwise"], key.planes["rowwise"], value.planes["columnwise"]
         natural, logs = attention.forward(planes, shape[:-1], call.p_scale, call.options, call.seen)
         out = natural.unflatten(2, (shape.groups, -1)).permute(0, 2, 3, 1, 4)
         return out, logs.unflatten(1, (shape.groups, -1)).unsqueeze(-1)
-    q = stage.query.values(query, shape.query, "rowwise")
-    k = stage.key.values(key, shape.key, "rowwise")
-    v = stage.value.values(value, shape.value, "columnwise")
+    q, k, v = query.values("rowwise"), key.values("rowwise"), value.values("columnwise")
     out, lse = attend(q, k, v, call.blocks, stage.weights, call.p_scale)
     return as_projected(out.to(call.dtype)), lse
 
@@ -285,23 +280,15 @@ def as_projected(heads: Tensor) -> Tensor:
 def _attend_backward(parts: list[Tensor], lse: Tensor, *arguments: object) -> tuple[Tensor, Tensor, Tensor]:
     call = OpCall(*arguments)  # type: ignore[arg-type]
     stage, shape = call.stage, Sizes(*call.sizes)
-    query, key, value, out, gradient = stage.operands(parts, shape, backward=True)
+    heads = stage.operands(parts, shape, backward=True)
     if stage.backward_kernel and (call.dtype.itemsize == 2 or lse.is_cpu):
-        planes = query, key, value, out, gradient
         if stage.backward_kernel != KERNEL and call.seen is None:
-            return _torch_backward(call, shape, planes, lse)
+            return _torch_backward(call, shape, heads, lse)
         if stage.problem.target.has_large_blocks:
-            return _kernel_backward(call, shape, planes, lse)
-    operands = BackwardOperands(
-        stage.query.values(query, shape.query, "rowwise"),
-        stage.query.values(query, shape.query, "columnwise"),
-        stage.key.values(key, shape.key, "rowwise"),
-        stage.key.values(key, shape.key, "columnwise"),
-        stage.value.values(value, shape.value, "rowwise"),
-        stage.gradient.values(gradient, shape.output, "rowwise"),
-        stage.gradient.values(gradient, shape.output, "columnwise"),
-    )
-    saved_out = stage.out.values(out, shape.output, "rowwise")
+            return _kernel_backward(call, shape, heads, lse)
+    query, key, value, out, gradient = heads
+    operands = BackwardOperands(*query.both, *key.both, value.values("rowwise"), *gradient.both)
+    saved_out = out.values("rowwise")
     rounding = stage.weights, stage.scores_gradient, call.p_scale
     dq, dk, dv = (
         as_projected(each.to(call.dtype)) for each in differentiate(operands, saved_out, lse, call.blocks, *rounding)
@@ -309,11 +296,9 @@ def _attend_backward(parts: list[Tensor], lse: Tensor, *arguments: object) -> tu
     return dq, dk, dv
 
 
-HeadPlanes = tuple[dict[str, Plane], dict[str, Plane], dict[str, Plane], dict[str, Plane], dict[str, Plane]]
-"""The planes of query, key, value, the saved output and its gradient."""
-
-
-def _kernel_backward(call: OpCall, shape: Sizes, planes: HeadPlanes, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _kernel_backward(
+    call: OpCall, shape: Sizes, heads: Sequence[EncodedHeads], lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The products of backward in the FP8 kernel."""
     problem, gradient = call.stage.problem, call.stage.scores_gradient
     slots = [slot for slot in gradient.context.slots if slot is not None]
@@ -322,6 +307,8 @@ def _kernel_backward(call: OpCall, shape: Sizes, planes: HeadPlanes, lse: Tensor
     )
 
     logs = lse.flatten(1, 2).squeeze(-1)
+    query, key, value, out, d_out = heads
+    planes = query.planes, key.planes, value.planes, out.planes, d_out.planes
     arguments = planes, shape[:-1], problem.native, logs, call.options, call.seen
     if slots:
         if gradient.is_new:
@@ -336,15 +323,11 @@ def _kernel_backward(call: OpCall, shape: Sizes, planes: HeadPlanes, lse: Tensor
     return dq, dk, dv
 
 
-def _torch_backward(call: OpCall, shape: Sizes, planes: HeadPlanes, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _torch_backward(
+    call: OpCall, shape: Sizes, heads: Sequence[EncodedHeads], lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The products of backward in high precision, on the values of the planes."""
-    stage = call.stage
-    operands = stage.query, stage.key, stage.value, stage.out, stage.gradient
-    shapes = shape.query, shape.key, shape.value, shape.output, shape.output
-    q, k, v, out, gradient = (
-        operand.value_rows(each, size, call.dtype).flatten(1, 2)
-        for operand, each, size in zip(operands, planes, shapes, strict=True)
-    )
+    q, k, v, out, gradient = (each.rows(call.dtype).flatten(1, 2) for each in heads)
     logs = lse.flatten(1, 2).squeeze(-1)
     dq, dk, dv = attention.torch_backward(gradient, (q, k, v), out, logs, call.options)
     of_query, of_key, of_value = (as_projected(each.unflatten(1, (shape.groups, -1))) for each in (dq, dk, dv))

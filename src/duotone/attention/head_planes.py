@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -145,6 +146,27 @@ class HeadOperand:
         parts = {**turned.parts, "codes": contiguous_rows(turned.parts["codes"].view(torch.uint8))}
         rows = {"rowwise": Plane(turned.format, parts, turned.shape)}
         return replace(self, serving="").values(rows, shape, "rowwise", dtype)
+
+
+class EncodedHeads(NamedTuple):
+    """The planes of an operand by direction, and the shape of its heads."""
+
+    operand: HeadOperand
+    planes: dict[str, Plane]
+    shape: tuple[int, ...]
+
+    def values(self, direction: str) -> Tensor:
+        """The fp32 values of a direction, in `shape`."""
+        return self.operand.values(self.planes, self.shape, direction)
+
+    @property
+    def both(self) -> tuple[Tensor, Tensor]:
+        """The fp32 values for products over the width of heads, and for products over their tokens."""
+        return self.values("rowwise"), self.values("columnwise")
+
+    def rows(self, dtype: torch.dtype) -> Tensor:
+        """See `HeadOperand.value_rows`."""
+        return self.operand.value_rows(self.planes, self.shape, dtype)
 
 
 def _padded(rows: int, fmt: Format) -> int:

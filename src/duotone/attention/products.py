@@ -163,7 +163,6 @@ class AttentionFormats:
             out=heads("output", 4),
             weights=TileOperand(self.s, context("s"), 1.0, 0),
             scores_gradient=TileOperand(self.dp, context("dp"), None, 1 << 20),
-            scale=call.scale,
             problem=problem,
             forward_kernel=forward,
             backward_kernel=backward,
