@@ -14,7 +14,6 @@ block these rescale complete sums, and do not push later probabilities below wha
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,15 +117,8 @@ class BackwardOperands:
     do_col: Tensor
 
 
-class Tile(NamedTuple):
-    """A block in backward: its probabilities, those that dropout keeps, and the gradient of its scores."""
-
-    block: int
-    rows: slice
-    cols: slice
-    weights: Tensor
-    mask: Tensor | None
-    ds: Tensor
+Tile = tuple[int, slice, slice, Tensor, Tensor | None, Tensor]
+"""A block in backward: its number, queries, keys, probabilities, those that dropout keeps, gradient of its scores."""
 
 
 def tiles(x: BackwardOperands, out: Tensor, lse: Tensor, blocks: Blocks) -> Iterator[Tile]:
@@ -138,7 +130,7 @@ def tiles(x: BackwardOperands, out: Tensor, lse: Tensor, blocks: Blocks) -> Iter
         if mask is not None:
             mask = mask / (1 - blocks.dropout)
             dp = dp * mask
-        yield Tile(block, rows, cols, weights, mask, weights * (dp - delta[..., rows, :]))
+        yield block, rows, cols, weights, mask, weights * (dp - delta[..., rows, :])
 
 
 def differentiate(
@@ -152,7 +144,7 @@ def differentiate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from the operands of the products, the output and the results of `attend`."""
     if ds.is_new and x.q_row.numel() and x.k_row.numel():
-        ds.start(torch.stack([tile.ds.abs().amax() for tile in tiles(x, out, lse, blocks)]))
+        ds.start(torch.stack([gradient.abs().amax() for *_, gradient in tiles(x, out, lse, blocks)]))
     dq, dk, dv = torch.zeros_like(x.q_row), torch.zeros_like(x.k_row), torch.zeros_like(x.v_row)
     for block, rows, cols, weights, mask, gradient in tiles(x, out, lse, blocks):
         seed = blocks.block_seed(block)
