@@ -10,7 +10,7 @@ from torch import Tensor
 from duotone.attention.heads import channels_of, check_layout, from_heads, groups_of, share_of, to_heads, token_axis
 from duotone.attention.kv_cache import KVCache
 from duotone.attention.low_precision import Alike, LowPrecision, traced_pick
-from duotone.attention.masks import Masking, MaskType, Window, mask_type, seen_by, window_of
+from duotone.attention.masks import Lengths, Masking, Masks, MaskType, Window, mask_type, seen_by, window_of
 from duotone.attention.picks import Pick
 from duotone.attention.products import AttentionFormats, ProductPlan, product_rows, refused
 from duotone.attention.ranks import Ranks
@@ -117,24 +117,15 @@ class DotProductAttention(BoundaryRoles, FollowsRecipes):
         self._check(layout, query_layer, key_layer, value_layer)
         if kv_cache is not None:
             attn_mask_type = self._kind_with_cache(attn_mask_type, attention_mask, cu_seqlens_q, cu_seqlens_kv)
-        kind = mask_type(attn_mask_type or self.attn_mask_type)
-        window = window_of(kind, window_size or self.window_size)
+        kind, window = self.masking(attn_mask_type, window_size)
         recipe, group = self.recipe_of_call(self.recipe)
         if kv_cache is not None:
             cached = kv_cache.append(key_layer, value_layer, layout)
             key_layer, value_layer = (x.to(query_layer.dtype) for x in cached)
         heads = query_layer, key_layer, value_layer
         is_low, ranks = self.over_ranks(recipe, query_layer, key_layer, layout)
-        seen = self.visible(
-            (query_layer, key_layer),
-            attention_mask,
-            layout,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
-            ranks=ranks,
-        )
+        lengths = cu_seqlens_q, cu_seqlens_kv
+        seen = self.visible((query_layer, key_layer), attention_mask, lengths, layout, kind, window, ranks)
         if is_low and self._pays(recipe, heads, layout, seen, kind, ranks):
             return self._low_precision.run(heads, layout, seen, window, recipe, group, ranks)
         query, key, value = (to_heads(x, layout) for x in heads)
@@ -164,6 +155,11 @@ class DotProductAttention(BoundaryRoles, FollowsRecipes):
         warnings.warn(problem, stacklevel=3)
         return False, None
 
+    def masking(self, attn_mask_type: str | None, window_size: Window | None) -> tuple[MaskType, Window]:
+        """The type and the window of a call with these arguments, else those of the module."""
+        kind = mask_type(attn_mask_type or self.attn_mask_type)
+        return kind, window_of(kind, window_size or self.window_size)
+
     def _kind_with_cache(self, name: str | None, *masks: object) -> str:
         name = name or self.attn_mask_type
         kind = mask_type(name)
@@ -176,21 +172,20 @@ class DotProductAttention(BoundaryRoles, FollowsRecipes):
     def visible(
         self,
         heads: tuple[Tensor, Tensor],
-        mask: Tensor | tuple[Tensor, Tensor] | None,
+        mask: Masks,
+        lengths: tuple[Lengths, Lengths],
         layout: str,
-        *,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_kv: Tensor | None,
-        attn_mask_type: str | None,
-        window_size: Window | None,
+        kind: MaskType,
+        window: Window,
         ranks: Ranks | None,
     ) -> Tensor | None:
-        """Which keys a query sees, as `Masking.mask`. UserError if masks do not fit."""
-        kind = mask_type(attn_mask_type or self.attn_mask_type)
-        window = window_of(kind, window_size or self.window_size)
+        """Which keys a query sees, as `Masking.mask`. UserError if masks do not fit.
+
+        `lengths` are the `cu_seqlens` of queries and of keys.
+        """
         query, key = heads
-        alike = cu_seqlens_kv is None and query.shape[:-2] == key.shape[:-2]
-        cu_seqlens = (cu_seqlens_q, cu_seqlens_q if alike else cu_seqlens_kv)
+        alike = lengths[1] is None and query.shape[:-2] == key.shape[:-2]
+        cu_seqlens = (lengths[0], lengths[0] if alike else lengths[1])
         masking = Masking(kind, window, layout == "thd", ranks)
         return masking.mask(to_heads(query, layout), to_heads(key, layout), mask, cu_seqlens)
 
@@ -317,10 +312,8 @@ class DotProductAttention(BoundaryRoles, FollowsRecipes):
         """
         if ranks is not None and seen is not None:
             return True
-        compiling, where = (
-            torch.compiler.is_dynamo_compiling(),
-            (str(heads[0].device), self.dropout, ranks.name if ranks else ""),
-        )
+        compiling = torch.compiler.is_dynamo_compiling()
+        where = str(heads[0].device), self.dropout, ranks.name if ranks else ""
         pick = traced_pick(self._alike, recipe, *where) if compiling else self.pick(recipe, *where)
         if not pick.least.forward:
             return True

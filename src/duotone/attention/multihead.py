@@ -200,7 +200,9 @@ class MultiheadAttention(InnerBoundaryRoles, FollowsRecipes, ModuleGroup):
         inputs = (hidden, hidden if encoder is None else encoder)
         probes = [x.new_empty(()).expand(*x.shape[:-1], heads, width) for x in inputs]
         _, ranks = self.core_attention.over_ranks(recipe, probes[0], probes[1], self.qkv_format)
-        self.core_attention.visible((probes[0], probes[1]), mask, self.qkv_format, **masking, ranks=ranks)
+        lengths = masking["cu_seqlens_q"], masking["cu_seqlens_kv"]
+        kind_and_window = self.core_attention.masking(masking["attn_mask_type"], masking["window_size"])
+        self.core_attention.visible((probes[0], probes[1]), mask, lengths, self.qkv_format, *kind_and_window, ranks)
 
     def _boundary(self, recipe: Recipe, is_turned: bool) -> tuple[bool, bool]:
         """Whether projections encode query, key and value, and whether `proj` encodes the gradient of its input.
