@@ -4,7 +4,7 @@ import inspect
 import weakref
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import ClassVar, TypeVar, Union
+from typing import Any, ClassVar, TypeVar, Union
 
 import torch
 
@@ -174,8 +174,7 @@ class Recipe(metaclass=RecipeClass):
 
     def to_dict(self) -> Table:
         """JSON-ready; `duotone.recipes.from_dict` reads it back."""
-        values = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
-        return {"recipe": self.kind, **{key: value for key, value in values.items() if value is not None}}
+        return {"recipe": self.kind, **table_of(self)}
 
 
 ELSEWHERE = {
@@ -261,6 +260,12 @@ def drop_dead(table: dict[K, V]) -> None:
 def align_size(recipe: RecipeLike) -> int:
     """The tokens of each group of a grouped linear are padded to a multiple of this. Calls no factory."""
     return as_recipe("align_size", recipe).alignment
+
+
+def table_of(value: Any, kind: Any = None) -> Table:
+    """The fields of a dataclass for JSON, or only those of its base `kind`, without those that are None."""
+    table = {field.name: plain(getattr(value, field.name)) for field in fields(kind or value)}
+    return {name: part for name, part in table.items() if part is not None}
 
 
 def plain(value: object) -> object:

@@ -8,7 +8,7 @@ from duotone import formats
 from duotone.errors import RecipeError, UserError, one_of, shown_fields
 from duotone.recipes.conditions import check_layer, check_module_type, check_size, expression, glob, is_layer, is_size
 from duotone.recipes.limits import BASES, RULES, Table, check_number, check_text, check_title
-from duotone.recipes.recipe import Recipe, as_recipe, plain
+from duotone.recipes.recipe import Recipe, as_recipe, table_of
 from duotone.recipes.roles import (
     ANYWHERE,
     ATTENTION_TYPES,
@@ -161,8 +161,7 @@ class Rule:
 
     def to_dict(self) -> Table:
         """The rule as a table of a recipe file, without fields that are at their defaults."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {k: v for k, v in values.items() if v is not None and (k, v) != ("columnwise_source", "original")}
+        return {k: v for k, v in table_of(self).items() if (k, v) != ("columnwise_source", "original")}
 
     def _format(self, tensor_type: str, direction: str) -> str | None:
         gemm = GEMM_OF_PLANE.get((tensor_type, direction))
@@ -253,14 +252,12 @@ class RuleRecipe(Recipe):
         return not rule.matches(QuantizerRole(name=role.name), site)
 
     def to_dict(self) -> Table:
-        head: Table = {"name": self.title}
-        for field in (*(f.name for f in fields(Recipe)), "base"):
-            head[field] = plain(getattr(self, field))
+        head: Table = {"name": self.title, **table_of(self, Recipe)}
+        if self.base is not None:
+            head["base"] = self.base.to_dict()
         if self.history is not None:
-            values = {f.name: plain(getattr(self.history, f.name)) for f in fields(History)}
-            head["delayed"] = {key: value for key, value in values.items() if value is not None}
-        rules = [rule.to_dict() for rule in self.rules]
-        return {**{key: value for key, value in head.items() if value is not None}, "rules": rules}
+            head["delayed"] = table_of(self.history)
+        return {**head, "rules": [rule.to_dict() for rule in self.rules]}
 
 
 def require_rules(rules: Sequence[Rule]) -> None:
