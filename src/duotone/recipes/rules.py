@@ -1,8 +1,9 @@
 """Recipes as data: ordered rules, the first that matches a role decides its formats."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 from duotone import formats
 from duotone.errors import RecipeError, UserError, one_of, shown_fields
@@ -29,6 +30,17 @@ SIZES = ("out_features", "in_features")
 """In the order of the weight's shape."""
 ATTENTION_FIELDS = ("fp8_dpa", "fp8_mha")
 """The request of a recipe of rules to its base: see `asks_for`."""
+
+TENSORS = (*TENSOR_TYPES, *BOUNDARIES, *ATTENTION_TYPES)
+CHECKS: dict[str, Callable[[Any], object]] = {
+    "tensor_type": partial(one_of, "tensor_type", allowed=TENSORS, error=RecipeError),
+    "module_type": check_module_type,
+    "layer": check_layer,
+    **{size: partial(check_size, size) for size in SIZES},
+    "module_regex": expression,
+    **dict.fromkeys(("format", *DIRECTIONS, *GEMMS), formats.get),
+}
+"""What raises RecipeError for a wrong value of a field of a rule."""
 
 Subject = tuple[QuantizerRole | None, Site]
 
@@ -69,19 +81,15 @@ class Rule:
         return shown_fields(self)
 
     def __post_init__(self) -> None:
-        self._check_conditions()
+        self._check_fields()
         one_of("columnwise_source", self.columnwise_source, SOURCES, RecipeError)
-        for field in ("format", *DIRECTIONS, *GEMMS):
-            name = getattr(self, field)
-            if name is not None:
-                formats.get(name)
         if self.tensor_type is not None:
             self._require_original(self.tensor_type)
         for tensor_type in (self.tensor_type,) if self.tensor_type else TENSOR_TYPES:
             for direction in DIRECTIONS:
                 self._require_format(tensor_type, direction)
 
-    def _check_conditions(self) -> None:
+    def _check_fields(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, str):
@@ -90,17 +98,9 @@ class Rule:
                 raise RecipeError(
                     f"{field.name} is {value!r}; every field of a rule is a string, layer also an integer"
                 )
-        if self.tensor_type is not None:
-            one_of("tensor_type", self.tensor_type, (*TENSOR_TYPES, *BOUNDARIES, *ATTENTION_TYPES), RecipeError)
-        if self.module_type is not None:
-            check_module_type(self.module_type)
-        if self.layer is not None:
-            check_layer(self.layer)
-        for size in SIZES:
-            if getattr(self, size) is not None:
-                check_size(size, getattr(self, size))
-        if self.module_regex is not None:
-            expression(self.module_regex)
+        for name, check in CHECKS.items():
+            if getattr(self, name) is not None:
+                check(getattr(self, name))
 
     def matches(self, role: QuantizerRole | None, site: Site = ANYWHERE) -> bool:
         """Whether the rule decides the role. RecipeError if it asks for a name or a layer that is not set."""
