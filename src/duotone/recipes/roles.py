@@ -17,8 +17,7 @@ class QuantizerRole:
     name: str = ""
 
     def __str__(self) -> str:
-        fields = (("module_type", self.module_type), ("tensor_type", self.tensor_type), ("name", self.name))
-        return "|".join(f"{key}={value}" for key, value in fields if value) or "QuantizerRole()"
+        return "|".join(f"{key}={value}" for key, value in vars(self).items() if value) or "QuantizerRole()"
 
 
 @dataclass(frozen=True)
