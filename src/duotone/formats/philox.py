@@ -22,12 +22,8 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tenso
     low_key, high_key = key
     for _ in range(ROUNDS):
         first, second = a * MULTIPLIERS[0], c * MULTIPLIERS[1]  # int64 wraps; the 64 bits are those of the product
-        a, b, c, d = (
-            ((second >> 32) & WORD) ^ b ^ low_key,
-            second & WORD,
-            ((first >> 32) & WORD) ^ d ^ high_key,
-            first & WORD,
-        )
+        a, b = ((second >> 32) & WORD) ^ b ^ low_key, second & WORD
+        c, d = ((first >> 32) & WORD) ^ d ^ high_key, first & WORD
         low_key, high_key = (low_key + KEY_STEPS[0]) & WORD, (high_key + KEY_STEPS[1]) & WORD
     return a, b, c, d
 
