@@ -30,6 +30,13 @@ def one_of(field: str, value: object, allowed: Collection[object], error: type[U
         raise error(f"{field} {value!r} is unknown; allowed are {', '.join(map(repr, allowed))}")
 
 
+def require_integers(least: int, error: type[UserError] = UserError, **values: object) -> None:
+    """Raise `error` unless each value, by its name in the message, is an int of at least `least`."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise error(f"{name} is {value!r}; give an integer of at least {least}")
+
+
 @contextmanager
 def path_errors(doing: str, path: str | Path | None, remedy: str) -> Iterator[None]:
     """Turn what the system refuses about a path inside of the block into a UserError of one line.

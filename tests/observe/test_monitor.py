@@ -351,7 +351,7 @@ def test_tensorboard_gets_scalars(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": 0}, "every is 0; give a number of steps from 1 on"),
+        ({"every": 0}, "every is 0; give an integer of at least 1"),
         ({"start": -1}, "start is -1"),
         ({"to": "csv"}, "does not know the tracker 'csv'; allowed are tensorboard, wandb, trackio"),
     ],

@@ -146,7 +146,7 @@ def test_a_factory_that_raises_is_named_with_its_slot_and_its_error() -> None:
 @pytest.mark.parametrize("size", [0, -16, 2.0, True, "128"])
 def test_an_alignment_that_is_none_is_refused(size) -> None:
     """hybrid 88"""
-    with pytest.raises(RecipeError, match=r"quantization_alignment is .*; it must be an integer above 0"):
+    with pytest.raises(RecipeError, match=r"quantization_alignment is .*; give an integer of at least 1"):
         CustomRecipe(qfactory=never, quantization_alignment=size)
 
 

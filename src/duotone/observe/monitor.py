@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from duotone.conversion.naming import named_modules, require_model
-from duotone.errors import UserError, path_errors
+from duotone.errors import UserError, path_errors, require_integers
 from duotone.observe.alarms import Alarm, Alarms
 from duotone.observe.step_statistics import Row, Sent, StepStatistics
 from duotone.observe.tapped_recipe import TappedRecipe, sampled_step
@@ -70,9 +70,8 @@ class Monitor:
         on_alarm: Callable[[Alarm], None] | None = None,
     ) -> None:
         require_model("Monitor", model)
-        for name, value, least in (("every", every, 1), ("start", start, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UserError(f"{name} is {value!r}; give a number of steps from {least} on")
+        require_integers(1, every=every)
+        require_integers(0, start=start)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         path, names = Path(path), [to] if isinstance(to, str) else list(to)
         path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path

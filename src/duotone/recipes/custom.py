@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from duotone.errors import RecipeError, UserError
+from duotone.errors import RecipeError, UserError, require_integers
 from duotone.recipes.delayed import DelayedScalingRequest
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, GRADIENTS, QuantizerRole, Site
@@ -37,9 +37,7 @@ class CustomRecipe(Recipe):
         super().__post_init__()
         if not callable(self.qfactory) or hasattr(self.qfactory, "quantize"):
             raise RecipeError(f"qfactory must be callable with a role; got {type(self.qfactory).__name__}")
-        size = self.quantization_alignment
-        if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
-            raise RecipeError(f"quantization_alignment is {size!r}; it must be an integer above 0, such as 128")
+        require_integers(1, RecipeError, quantization_alignment=self.quantization_alignment)
 
     @property
     def alignment(self) -> int:
