@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from duotone.errors import RecipeError, UserError
+from duotone.errors import RecipeError, UserError, require_integers
 from duotone.recipes.limits import PHASES, Table, check_number, check_title
 from duotone.recipes.recipe import Recipe, as_recipe
 
@@ -37,6 +37,11 @@ class Phase:
         """Whether the start is a fraction other than 0, so that its step depends on the length of the run."""
         return isinstance(self.start, float) and self.start != 0.0
 
+    def _row(self) -> Table:
+        """The phase as a table of a schedule's file."""
+        row = {"from": self.start, "recipe": self.recipe.to_dict()}
+        return {**row, "convert_parameters": True} if self.convert_parameters else row
+
     def over(self, steps: int) -> "Phase":
         """The phase with its start as a step: the nearest one, and the last of the run at the latest."""
         if not isinstance(self.start, float):
@@ -65,8 +70,7 @@ class Schedule:
             start = repr(self.phases[0].start) if self.phases else "nothing"
             raise RecipeError(f"the first phase starts at {start}; it must start at 0")
         if self.steps is not None:
-            if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
-                raise RecipeError(f"steps is {self.steps!r}; it must be an integer of at least 1, or left out")
+            require_integers(1, RecipeError, steps=self.steps)
             object.__setattr__(self, "phases", tuple(phase.over(self.steps) for phase in self.phases))
         for kind in (True, False):
             self._check_order([phase.start for phase in self.phases if phase.is_fraction is kind])
@@ -100,8 +104,7 @@ class Schedule:
 
     def phase(self, step: int) -> Phase:
         """The phase of a step, counted from 0; the last one has no end."""
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise UserError(f"a step is an integer from 0 on; got {step!r}")
+        require_integers(0, step=step)
         if any(phase.is_fraction for phase in self.phases):
             raise UserError(
                 f"schedule {self.title} has phases at fractions of the run: call schedule.over(steps), then at(step)"
@@ -119,8 +122,4 @@ class Schedule:
     def to_dict(self) -> Table:
         """JSON-ready; `duotone.recipes.any_from_dict` reads it back."""
         head = {"name": self.title} | ({} if self.steps is None else {"steps": self.steps})
-        rows = [{"from": phase.start, "recipe": phase.recipe.to_dict()} for phase in self.phases]
-        for row, phase in zip(rows, self.phases, strict=True):
-            if phase.convert_parameters:
-                row["convert_parameters"] = True
-        return {**head, "phases": rows}
+        return {**head, "phases": [phase._row() for phase in self.phases]}
