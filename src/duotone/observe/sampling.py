@@ -66,17 +66,13 @@ def spread(x: Tensor, plane: Plane, most: int) -> tuple[Tensor, Plane]:
 
 def _cut(x: Tensor, pieces: tuple[Pieces, Pieces], covered: tuple[int | None, int | None]) -> Tensor:
     """The pieces of a buffer whose entries cover so many rows and columns; None covers the whole extent."""
-    sizes: list[int] = []
-    strides: list[int] = []
-    shape: list[int] = []
+    dims: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for dim, (pieces_along, each) in enumerate(zip(pieces, covered, strict=True)):
         if each is not None:
-            size, stride = pieces_along.layout(each, x.stride(dim))
-            sizes += size
-            strides += stride
-            shape.append(size[0] * size[1])
+            dims.append(pieces_along.layout(each, x.stride(dim)))
         elif dim < x.dim():
-            sizes.append(x.shape[dim])
-            strides.append(x.stride(dim))
-            shape.append(x.shape[dim])
+            dims.append(((x.shape[dim],), (x.stride(dim),)))
+    sizes = [size for each, _ in dims for size in each]
+    strides = [stride for _, each in dims for stride in each]
+    shape = [math.prod(each) for each, _ in dims]
     return x.as_strided(sizes, strides, x.storage_offset()).reshape(shape).contiguous()
