@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,20 @@ from duotone.tensor.quantizer import Quantizer
 T = TypeVar("T")
 
 
+class Tapped:
+    """Stands for `inner` in this process. Copies are the same object, and a pickle is that of `inner`."""
+
+    inner: Any
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _untapped, (self.inner,)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
 @dataclass(frozen=True)
-class TappedQuantizer(WithContent):
+class TappedQuantizer(Tapped, WithContent):
     """A quantizer that records each plane that it makes. Two are equal if quantizer, role and store are equal.
 
     Everything but `encode` is the inner quantizer's. So tensors from `make` and `quantize` carry the inner quantizer.
@@ -43,12 +55,6 @@ class TappedQuantizer(WithContent):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _untapped, (self.inner,)
-
-    def __deepcopy__(self, memo: object) -> "TappedQuantizer":
-        return self
-
     def encode_produced(self, producer: object, usage: Usage, ctx: QuantizeContext) -> None:
         """None: a matrix that only its cast kernel computes cannot be recorded, so it is materialized."""
 
@@ -61,7 +67,7 @@ class TappedQuantizer(WithContent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TappedRecipe(Recipe):
+class TappedRecipe(Tapped, Recipe):
     """`inner` with taps on every quantizer that it returns, in evaluation too.
 
     A value: two are equal if recipe and store are equal. Its pickle and its JSON are those of the inner recipe, without
@@ -70,12 +76,6 @@ class TappedRecipe(Recipe):
 
     inner: Recipe
     store: Sampler
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _untapped, (self.inner,)
-
-    def __deepcopy__(self, memo: object) -> "TappedRecipe":
-        return self
 
     @property
     def name(self) -> str:
