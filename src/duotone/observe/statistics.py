@@ -9,6 +9,7 @@ from torch import Tensor
 
 from duotone.observe.sampling import Sampler, Slots
 from duotone.recipes.roles import QuantizerRole
+from duotone.recipes.rules import DIRECTIONS
 from duotone.tensor.context import Slot
 from duotone.tensor.plane import Plane, Planes
 
@@ -110,11 +111,9 @@ class Tap(Sampler):
         return f"Tap({len(self._entries)} rows)"
 
     def take(self, role: QuantizerRole, x: Tensor, planes: Planes, slots: Slots) -> None:
-        row, col = slots
-        if planes.rowwise is not None:
-            self.record(role, "rowwise", x, planes.rowwise, row)
-        if planes.columnwise is not None:
-            self.record(role, "columnwise", x.t(), planes.columnwise, col)
+        for direction, matrix, plane, slot in zip(DIRECTIONS, (x, x.t()), planes, slots, strict=True):
+            if plane is not None:
+                self.record(role, direction, matrix, plane, slot)
 
     def record(self, role: QuantizerRole, direction: str, x: Tensor, plane: Plane, slot: Slot | None = None) -> None:
         """Add one quantized plane of the 2-D tensor `x`, which is oriented as the plane is; `slot` has scaled it."""

@@ -15,6 +15,7 @@ from duotone.formats.hadamard import SIZE as GROUP
 from duotone.observe.sampling import Sampler, Slots, spread
 from duotone.observe.statistics import COLUMNS, FIELDS, Key, summary, tally
 from duotone.recipes.roles import QuantizerRole
+from duotone.recipes.rules import DIRECTIONS
 from duotone.state.delayed import DelayedState
 from duotone.state.history import is_new
 from duotone.tensor.plane import Plane, Planes
@@ -71,8 +72,7 @@ class StepStatistics(Sampler):
         is_its_turn = self._part_of.get(role.name, self._turn) == self._turn
         whole = torch.zeros(3, dtype=torch.int64, device=x.device)
         count(x, whole)
-        sides = (("rowwise", x, planes.rowwise), ("columnwise", x.t(), planes.columnwise))
-        for direction, matrix, plane in sides:
+        for direction, matrix, plane in zip(DIRECTIONS, (x, x.t()), planes, strict=True):
             if plane is not None:
                 key = self._names.get(role.name, role.name), role.tensor_type, direction, plane.format.name
                 self.keys.append((key, plane.format.largest))
@@ -237,6 +237,6 @@ def slots_of(name: str, state: DelayedState) -> list[str]:
     for index, largest in enumerate(state.largest):
         member, place = divmod(index, 2 * len(tensors))
         expert = f", expert {member}" if len(state.largest) > 2 * len(tensors) else ""
-        direction = ("rowwise", "columnwise")[place % 2]
+        direction = DIRECTIONS[place % 2]
         names.append(f"{module or 'a linear'}{expert}, {tensors[place // 2]} {direction}" if largest else "")
     return names
