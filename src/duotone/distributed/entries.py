@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,13 +100,6 @@ def _plane_entries(name: str, t: QuantizedTensor, cut: Cut | None) -> Iterator[t
             travels = part in sharded_parts(plane, rows)
             live = buffer.t() if rows == 1 and travels and buffer.dim() == 2 else buffer
             yield f"{name}.{side}.{plane.format.name}.{part}", Entry(live, cut if travels else None)
-
-
-def derived_keys(keys: Set[str]) -> set[str]:
-    """Names of the columnwise parts of tensors whose rowwise parts alone are in `keys`."""
-    both = {key.partition(".columnwise.")[0] for key in keys if ".columnwise." in key}
-    rows = (key.split(".rowwise.") for key in keys if ".rowwise." in key)
-    return {f"{name}.columnwise.{part}" for name, part in rows if name not in both}
 
 
 def end_writes(model: nn.Module) -> None:
