@@ -136,6 +136,10 @@ class GemmPlan:
         return self.problem.b
 
 
+OPERANDS = ("input", "weight", "gradient")
+"""The fields of a plan that hold operands, in the order of `TENSOR_TYPES`."""
+
+
 @dataclass(frozen=True)
 class LinearPlan:
     """What forward and backward follow: three operands, three GEMMs, and the quantizers of the boundary slots."""
@@ -196,22 +200,12 @@ class LinearPlan:
 
     def with_slots(self, slot: Callable[[str, int], Slot]) -> "LinearPlan":
         """The plan whose delayed operands use `slot(name of the field, side)`; sides as of `OperandPlan.with_slots`."""
-        return replace(
-            self,
-            input=self.input.with_slots(partial(slot, "input")),
-            weight=self.weight.with_slots(partial(slot, "weight")),
-            gradient=self.gradient.with_slots(partial(slot, "gradient")),
-            rolls_forward_alone=not any(self.gradient.quantizer.delayed),
-        )
+        operands = {name: getattr(self, name).with_slots(partial(slot, name)) for name in OPERANDS}
+        return replace(self, **operands, rolls_forward_alone=not any(self.gradient.quantizer.delayed))
 
     def of_module(self, handle: Tensor) -> "LinearPlan":
         """In a trace: the plan with the delayed slots of the module that `handle` names."""
-        return replace(
-            self,
-            input=self.input.of_module(handle),
-            weight=self.weight.of_module(handle),
-            gradient=self.gradient.of_module(handle),
-        )
+        return replace(self, **{name: getattr(self, name).of_module(handle) for name in OPERANDS})
 
 
 FORWARD_SLOTS, BACKWARD_SLOTS = 4, 2
