@@ -14,7 +14,7 @@ from duotone.errors import MissingPlaneError
 
 @dataclass(frozen=True, eq=False)
 class Sink:
-    """Takes the gradients of one weight."""
+    """Takes the gradients of one weight. This one gives them to autograd, which accumulates them."""
 
     waits = False
     """Whether `take` leaves the product to a later call."""
@@ -23,19 +23,11 @@ class Sink:
         """A forward calls this if its gradient will come here."""
 
     def take(self, product: Product, dy: Tensor) -> Tensor | None:
-        """Compute the gradient or queue it. Returns what autograd gets for the weight."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, eq=False)
-class ToAutograd(Sink):
-    """The gradient in the dtype of dy; autograd accumulates it."""
-
-    def take(self, product: Product, dy: Tensor) -> Tensor | None:
+        """Compute the gradient or queue it. Returns what autograd gets for the weight: here it, in the dtype of dy."""
         return product.compute(dy.dtype, dy.dtype)
 
 
-GRADIENT = ToAutograd()
+GRADIENT = Sink()
 
 
 @dataclass(frozen=True, eq=False)
