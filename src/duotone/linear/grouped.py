@@ -146,14 +146,8 @@ class GroupedStage(Stage):
     def _backward_each(self, dy: Tensor, saved: Sequence[Any], splits: RowCounts, needs: Needs) -> Gradients:
         _, _, needs_weights, needs_biases = self.named(needs[1:])
         saved_of_each = zip(*[iter(saved)] * PER_LINEAR, strict=True)
-        each = zip(
-            self.linears,
-            torch.split(as_matrix(dy), list(splits)),
-            saved_of_each,
-            needs_weights,
-            needs_biases,
-            strict=True,
-        )
+        rows_of_each = torch.split(as_matrix(dy), list(splits))
+        each = zip(self.linears, rows_of_each, saved_of_each, needs_weights, needs_biases, strict=True)
         gradients = [
             linear.backward(rows, saved_here, (needs[0], weight, bias, False))
             for linear, rows, saved_here, weight, bias in each

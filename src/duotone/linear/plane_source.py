@@ -161,10 +161,8 @@ class WeightCache:
         self.planes = Planes(None, None)
         self.captured: Planes | None = None
         """The planes that graphs read. They must stay in memory."""
-        self.reused, self.refreshed = (
-            PlaneSource("cache", self.reuse, True),
-            PlaneSource("to cache", self.refresh, True),
-        )
+        self.reused = PlaneSource("cache", self.reuse, True)
+        self.refreshed = PlaneSource("to cache", self.refresh, True)
         STEPS.register()
 
     def clear(self) -> None:
