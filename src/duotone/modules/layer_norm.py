@@ -138,9 +138,6 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
     those with the other `split_gate`. UserError for `split_gate` without a gate.
     """
 
-    checkpoint = False
-    """The value in modules that were pickled before this option existed."""
-
     def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
         self,
         hidden_size: int,

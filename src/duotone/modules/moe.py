@@ -248,6 +248,3 @@ class MoE(ModuleGroup):
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__({"ep_group": "", "dispatch_format": None, "ep_capacity": None, **state})
