@@ -154,9 +154,8 @@ def from_local(y: Tensor, spread: Spread) -> DTensor:
         return DTensor.from_local(y, spread.mesh, (placement,), run_check=False, shape=shape, stride=stride)
 
     def gradients(dy: DTensor) -> tuple[Tensor]:
-        return (
-            without_wait((dy if dy.placements == placements else dy.redistribute(placements=placements)).to_local()),
-        )
+        dy = dy if dy.placements == placements else dy.redistribute(placements=placements)
+        return (without_wait(dy.to_local()),)
 
     return with_gradient(value, gradients, y)
 
