@@ -202,7 +202,10 @@ class Stack(types.ModuleType, Generic[R]):
 
     def leave(self, region: R) -> None:
         """Close a region, which need not be the innermost."""
-        regions = without(self.current(), region)
+        opened = self.current()
+        regions = without(opened, region)
+        inside = opened[opened.index(region) :] if region in opened else ()  # they may end after it
+        region.is_followed |= any(each.is_followed for each in inside)
         if regions and region.is_followed:
             regions[-1].is_followed = True
         self.starts.record_exit(region)
@@ -350,6 +353,8 @@ class CallRegion:
         key = ("region", id(self))
         running = mode is AmaxMode.RECOMPUTE or (mode is not AmaxMode.RECORD and in_backward())
         record = frames.recomputed() if running else None
+        if running and (around := STACK.variable.get(())):  # around the backward: this recompute is no sign of neglect
+            around[-1].is_followed = True
         if record is not None and record.holds(key):
             region: AutocastRegion | None = record.take(key)
         elif running and self.newest is not None:
