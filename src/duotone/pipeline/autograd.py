@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -241,7 +242,7 @@ def pack(saved: Sequence[Saved]) -> tuple[Shells, list[Tensor | None]]:
 
 def unpack(shells: Shells, tensors: Sequence[Any]) -> list[Saved]:
     """The inverse of `pack`. A second backward may call it again."""
-    at = 0
+    remaining = iter(tensors)
     saved: list[Saved] = []
     for each in shells:
         values: list[object] = []
@@ -249,19 +250,13 @@ def unpack(shells: Shells, tensors: Sequence[Any]) -> list[Saved]:
             if shell is None or len(shell) == 1:
                 values.append(shell)
             elif shell is TENSOR:
-                values.append(tensors[at])
-                at += 1
+                values.append(next(remaining))
             elif shell[0] is DEFERRED:
                 _, make, count = shell
-                values.append(DeferredPlane(make, tuple(tensors[at : at + count])))
-                at += count
+                values.append(DeferredPlane(make, tuple(islice(remaining, count))))
             else:
                 fmt, shape, names = shell
-                parts = {}
-                for name in names:
-                    parts[name] = tensors[at]
-                    at += 1
-                values.append(Plane(fmt, parts, shape))
+                values.append(Plane(fmt, dict(zip(names, remaining, strict=False)), shape))
         saved.append(tuple(values))
     return saved
 
