@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone.dispatch.casts import PLAIN_TYPES
-from duotone.errors import UserError
+from duotone.errors import UserError, require_integers
 from duotone.tensor import QuantizedTensor
 
 SMALLEST = 1 << 16
@@ -73,9 +73,7 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, model: nn.Module | None = None, *, smallest: int = SMALLEST, ahead: int = 2) -> None:
         if not isinstance(model, nn.Module | None):
             raise UserError(f"offload_activations takes a torch.nn.Module; got {type(model).__name__}")
-        for name, value in (("ahead", ahead), ("smallest", smallest)):
-            if type(value) is not int or value < 0:
-                raise UserError(f"{name} is {value!r}; give an integer of at least 0")
+        require_integers(0, ahead=ahead, smallest=smallest)
         super().__init__(self._pack, self._unpack)
         self.model, self.smallest, self.ahead = model, smallest, ahead
         self._stay: set[int] = set()
@@ -121,8 +119,4 @@ def _version(tensor: Tensor) -> int:
 def _buffers(model: nn.Module) -> Iterator[Tensor]:
     """The plain tensors that hold the parameters and buffers of a model."""
     for tensor in (*model.parameters(), *model.buffers()):
-        if not isinstance(tensor, QuantizedTensor):
-            yield tensor
-            continue
-        for plane in tensor.planes:
-            yield from () if plane is None else plane.parts.values()
+        yield from tensor.planes.buffers if isinstance(tensor, QuantizedTensor) else (tensor,)
