@@ -90,12 +90,11 @@ def joined_biases(linears: Linears) -> Tensor | None:
     biases = [linear.bias for linear in linears]
     if all(bias is None for bias in biases):
         return None
-    return joined(
-        [
-            linear.weight.detach().new_zeros(linear.weight.shape[0]) if bias is None else bias
-            for linear, bias in zip(linears, biases, strict=True)
-        ]
-    )
+    filled = [
+        linear.weight.detach().new_zeros(linear.weight.shape[0]) if bias is None else bias
+        for linear, bias in zip(linears, biases, strict=True)
+    ]
+    return joined(filled)
 
 
 def why_apart(plans: Sequence[LinearPlan]) -> str:
