@@ -43,9 +43,7 @@ class HeadOperand:
     @staticmethod
     def of(quantizer: Quantizer, context: QuantizeContext, stream: int) -> "HeadOperand":
         """Only one plane is encoded if the plane of the transpose would have the same values."""
-        same = quantizer.rowwise == quantizer.columnwise and quantizer.columnwise_source == "original"
-        shares = same and quantizer.rowwise is not None and quantizer.rowwise.is_derivable
-        return HeadOperand(quantizer, context, stream, "rowwise" if shares else "")
+        return HeadOperand(quantizer, context, stream, "rowwise" if quantizer.derives_columnwise else "")
 
     def usage(self, usage: Usage) -> Usage:
         """The planes that are encoded for a `usage`."""
@@ -85,8 +83,7 @@ class HeadOperand:
         `to_heads` turns codes of its shape to (batch, heads, tokens, width).
         """
         fmt = self.quantizer.rowwise
-        same = fmt == self.quantizer.columnwise and self.quantizer.columnwise_source == "original"
-        if fmt is None or fmt.is_delayed or not (same and self.is_whole and fmt.is_derivable):
+        if fmt is None or fmt.is_delayed or not (self.quantizer.derives_columnwise and self.is_whole):
             return None
         if torch.compiler.is_dynamo_compiling():
             from duotone.tensor.traced_quantize import planes_in_graph  # imports Dynamo
