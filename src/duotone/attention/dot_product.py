@@ -230,12 +230,7 @@ class DotProductAttention(BoundaryRoles, FollowsRecipes):
         super().forget()
         self._answers: dict[tuple[str, QuantizerRole], tuple[Quantizer, ...]] = {}
         self._requests = ByName()
-        self._picks: dict[tuple[str, str, float, str], Pick] = {}
-        self._low_precision = LowPrecision(self)
-        self._prepared = ""
-        """The key of the recipe of the last `prepare_recipe`."""
-        self._alike = ByName()
-        """By the key of a recipe: the modules whose traced calls have the same stages."""
+        self.roles_changed()
 
     def forget_recipe(self, recipe: str) -> None:
         self._prepared = ""
@@ -244,8 +239,12 @@ class DotProductAttention(BoundaryRoles, FollowsRecipes):
         vars(self._alike).pop(recipe, None)
 
     def roles_changed(self) -> None:
-        self._prepared, self._picks, self._alike = "", {}, ByName()
+        self._picks: dict[tuple[str, str, float, str], Pick] = {}
         self._low_precision = LowPrecision(self)
+        self._prepared = ""
+        """The key of the recipe of the last `prepare_recipe`."""
+        self._alike = ByName()
+        """By the key of a recipe: the modules whose traced calls have the same stages."""
 
     def roles_of(self, mode: str) -> dict[str, QuantizerRole | None]:
         """`<kind>.<number>`: nine of "forward", six of "backward". Unknown consumers have a name and no type."""
