@@ -43,9 +43,7 @@ class Alike:
     @staticmethod
     def of(content: Hashable, module: "DotProductAttention") -> "Alike":
         """The group of modules with this content; `module` joins it."""
-        alike = _CONTENTS.get(content)
-        if alike is None:
-            alike = _CONTENTS[content] = Alike()
+        alike = _CONTENTS[content] = _CONTENTS.get(content) or Alike()
         alike.modules.add(module)
         return alike
 
@@ -163,7 +161,7 @@ def _scale(module: "DotProductAttention") -> float:
 def delayed_slots(module: "DotProductAttention", call: Call) -> Slots:
     """The slots of tensors with delayed scales: two each, in a state of forward and one of backward."""
     formats = module.formats(recipe_of(call.recipe), call.device, call.ranks)
-    delayed = formats.delayed((*FORWARD_OPERANDS, *BACKWARD_OPERANDS))
+    delayed = formats.delayed()
     if not delayed:
         return {}
     history, mode = agreed_history(delayed), AMAX_MODES[call.mode]
@@ -174,11 +172,10 @@ def delayed_slots(module: "DotProductAttention", call: Call) -> Slots:
         is_backward = name == BACKWARD_STATE
         use = AmaxMode.RECORD if is_backward else mode
         for place, tensor in enumerate(tensors):
-            row, col = getattr(formats, tensor).delayed
-            places = (2 * place if row else None, 2 * place + 1 if col else None)
+            sides = enumerate(getattr(formats, tensor).delayed)
             slots[tensor] = tuple(
-                None if index is None else DelayedSlot(state.number, index, call.group, use, is_backward)
-                for index in places
+                DelayedSlot(state.number, 2 * place + side, call.group, use, is_backward) if is_used else None
+                for side, is_used in sides
             )
     return slots  # type: ignore[return-value]
 

@@ -29,6 +29,7 @@ PRODUCTS = {
 """The two operands of each product: a tensor and the direction of reading. Forward has the first two products."""
 
 FORWARD_OPERANDS, BACKWARD_OPERANDS = ("query", "key", "value", "s", "output"), ("do", "dp")
+OPERANDS = (*FORWARD_OPERANDS, *BACKWARD_OPERANDS)
 """The tensors that have delayed scales, in the order of their slots: two each, rowwise first."""
 
 Slots = Mapping[str, tuple[Slot | None, Slot | None]]
@@ -87,12 +88,10 @@ class AttentionFormats:
     def overridden(self, override: str) -> "AttentionFormats":
         """The formats under a `Recipe.backward_override`. The scores of backward stay those of forward."""
         high = Quantizer()
-        changed = replace(self, do=high, dp=high, s=replace(self.s, columnwise=IDENTITY, columnwise_source="original"))
+        changed = replace(self, do=high, dp=high, s=_without_columnwise(self.s))
         if override == "dequantized":
             return replace(changed, is_dequantized=True)
-        query, key = (
-            replace(each, columnwise=IDENTITY, columnwise_source="original") for each in (self.query, self.key)
-        )
+        query, key = map(_without_columnwise, (self.query, self.key))
         return replace(changed, query=query, key=key, value=replace(self.value, rowwise=IDENTITY))
 
     def format(self, tensor: str, direction: str) -> Format:
@@ -113,8 +112,7 @@ class AttentionFormats:
     @property
     def is_stochastic(self) -> bool:
         """Whether any operand rounds stochastically."""
-        tensors = (*FORWARD_OPERANDS, *BACKWARD_OPERANDS)
-        return any(getattr(self, tensor).is_stochastic for tensor in tensors)
+        return any(getattr(self, tensor).is_stochastic for tensor in OPERANDS)
 
     def crosses(self, tensor: str) -> bool:
         """Whether a neighbour may encode the tensor: under one scale, which serves all products."""
@@ -123,9 +121,9 @@ class AttentionFormats:
         same = row == quantizer.columnwise and quantizer.columnwise_source == "original"
         return same and row != IDENTITY and row.block == TENSOR and not row.is_delayed
 
-    def delayed(self, tensors: Sequence[str]) -> dict[str, Quantizer]:
+    def delayed(self) -> dict[str, Quantizer]:
         """The tensors whose scales follow from earlier steps."""
-        quantizers = {tensor: getattr(self, tensor) for tensor in tensors}
+        quantizers = {tensor: getattr(self, tensor) for tensor in OPERANDS}
         return {tensor: quantizer for tensor, quantizer in quantizers.items() if any(quantizer.delayed)}
 
     def stage(
@@ -140,7 +138,7 @@ class AttentionFormats:
         forward = "" if problem.forward_refusal() else KERNEL
         backward = "" if problem.backward_refusal() else problem.backward_kernel
 
-        is_delayed = bool(self.delayed((*FORWARD_OPERANDS, *BACKWARD_OPERANDS)))
+        is_delayed = bool(self.delayed())
         ranks = Ranks.named(call.ranks)
         shard = None if ranks is None or is_delayed else ShardContext(ranks.group)
 
@@ -172,6 +170,11 @@ class AttentionFormats:
             is_stochastic=self.is_stochastic,
             is_delayed=is_delayed,
         )
+
+
+def _without_columnwise(quantizer: Quantizer) -> Quantizer:
+    """The quantizer whose columnwise plane stays in high precision."""
+    return replace(quantizer, columnwise=IDENTITY, columnwise_source="original")
 
 
 def product_rows(problem: AttentionProblem, is_measured: bool, least: LeastTokens) -> list[ProductPlan]:
