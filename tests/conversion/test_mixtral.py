@@ -97,7 +97,7 @@ def test_experts_give_what_each_expert_gives_by_itself(name: str) -> None:
     assert torch.equal(y, want)
 
 
-@pytest.mark.filterwarnings("ignore:.*of this update arrives")
+@pytest.mark.filterwarnings("ignore:.*of this update is lost")
 def test_experts_keep_their_parameters_and_are_held_quantized_with_their_usages() -> None:
     m = mixtral()
     keys, parameter = list(m.state_dict()), experts_of(m).gate_up_proj

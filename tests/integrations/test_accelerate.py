@@ -34,7 +34,7 @@ def step(accelerator, model, optimizer, at: int) -> float:
     return loss.item()
 
 
-@pytest.mark.filterwarnings("ignore:.*of this update arrives")
+@pytest.mark.filterwarnings("ignore:.*of this update is lost")
 @pytest.mark.parametrize(("recipe", "quantized"), [("fp8-delayed", False), ("mxfp8", True)])
 def test_load_state_continues_where_save_state_was(recipe: str, quantized: bool, tmp_path) -> None:
     accelerator, model, optimizer = trained(recipe, quantized)
@@ -60,7 +60,7 @@ def run(recipe: str, quantized: bool = False):
     return accelerator, *prepare(accelerator, model, optimizer, recipe=None if quantized else recipe)
 
 
-@pytest.mark.filterwarnings("ignore:.*of this update arrives")
+@pytest.mark.filterwarnings("ignore:.*of this update is lost")
 @pytest.mark.parametrize(("recipe", "quantized"), [("nvfp4", False), ("fp8-delayed", False), ("nvfp4", True)])
 def test_prepare_converts_and_a_fresh_run_resumes_with_the_bits_of_one_that_went_on(
     recipe, quantized, tmp_path

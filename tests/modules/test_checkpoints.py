@@ -80,6 +80,7 @@ def test_a_bf16_checkpoint_loads_into_a_hybrid_model_by_quantizing_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-current", "fp8-block", "mxfp8-fwd-nvfp4-bwd"])
+@pytest.mark.filterwarnings("ignore:.*of this update is lost")
 def test_training_goes_on_from_a_checkpoint_of_quantized_parameters_bit_for_bit(name) -> None:
     """hybrid 48, core 40: bytes are taken over, and the next steps are those of the run that was not interrupted."""
     recipe = recipes.load(name)

@@ -70,6 +70,7 @@ def test_what_is_stored_otherwise_still_asks_for_a_conversion() -> None:
         m(x)
 
 
+@pytest.mark.filterwarnings("ignore:.*of this update is lost")
 def test_a_step_of_an_optimizer_is_that_next_write() -> None:
     m, x = quantized_linear(DELAYED), torch.randn(16, 128)
     optimizer = torch.optim.SGD(m.parameters(), lr=0.1)

@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import duotone
 from duotone import CustomRecipe, Quantizer, QuantizerRole, recipes
 from duotone.formats import ScaledFormat, registry
+from duotone.recipes import Rule, RuleRecipe
 from duotone.recipes.builtin import BUILTIN
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import BOTH, Planes, Usage
@@ -255,7 +256,7 @@ def test_guards_compare_a_stage_that_reads_an_input_in_a_format_of_a_users_class
     monkeypatch.setattr(registry, "_FORMATS", dict(registry._FORMATS))
     base = duotone.formats.get("mxfp8_e4m3")
     fmt = duotone.formats.register(Clamped("clamped_input", base.element, base.block, base.rule))
-    m = duotone.Linear(WIDTH, WIDTH, recipe=recipes.load("bf16"))
+    m = duotone.Linear(WIDTH, WIDTH, recipe=RuleRecipe(rules=(Rule(format="clamped_input"),)))
     guards = guards_of(m, Quantizer(fmt, fmt).quantize(torch.randn(32, WIDTH)))
     assert [guard for guard in guards if "__annotations__" in guard]
 

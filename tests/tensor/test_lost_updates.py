@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import duotone
 
-STANDS_STILL = "of this update arrives.*average in a plain tensor.*duotone.optim.AdamW"
+LOST = "of this update is lost.*average in a plain tensor.*duotone.optim.AdamW"
 
 
 def model(recipe: str = "mxfp8", seed: int = 0) -> nn.Module:
@@ -20,52 +20,66 @@ def model(recipe: str = "mxfp8", seed: int = 0) -> nn.Module:
     return duotone.convert_parameters(duotone.convert(m, recipe, rules=()), recipe)
 
 
-def lerped(average: Tensor, weight: Tensor) -> None:
-    average.lerp_(weight, 0.01)
+def lerped(average: Tensor, weight: Tensor, decay: float) -> None:
+    average.lerp_(weight, 1 - decay)
 
 
-def added(average: Tensor, weight: Tensor) -> None:
-    average.mul_(0.99).add_(weight, alpha=0.01)
+def added(average: Tensor, weight: Tensor, decay: float) -> None:
+    average.mul_(decay).add_(weight, alpha=1 - decay)
 
 
-def subtracted(average: Tensor, weight: Tensor) -> None:
-    average.sub_(0.01 * (average - weight))
+def subtracted(average: Tensor, weight: Tensor, decay: float) -> None:
+    average.sub_((1 - decay) * (average - weight))
 
 
-def by_foreach(average: Tensor, weight: Tensor) -> None:
-    torch._foreach_mul_([average], 0.99)
-    torch._foreach_add_([average], [weight], alpha=0.01)
+def by_foreach(average: Tensor, weight: Tensor, decay: float) -> None:
+    torch._foreach_mul_([average], decay)
+    torch._foreach_add_([average], [weight], alpha=1 - decay)
 
 
-def by_foreach_lerp(average: Tensor, weight: Tensor) -> None:
-    torch._foreach_lerp_([average], [weight], 0.01)
+def by_foreach_lerp(average: Tensor, weight: Tensor, decay: float) -> None:
+    torch._foreach_lerp_([average], [weight], 1 - decay)
 
 
 AVERAGES = (lerped, added, subtracted, by_foreach, by_foreach_lerp)
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("decay", [0.9, 0.99, 0.999])
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-rowwise", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("update", AVERAGES)
-def test_an_average_in_quantized_weights_warns(update: Callable[[Tensor, Tensor], None], recipe: str) -> None:
+def test_an_average_in_quantized_weights_warns(update: Callable[..., None], recipe: str, decay: float) -> None:
+    """Also where each of two operations moves the average by much, and only both together by little."""
     average, weight = (model(recipe, seed)[0].weight.detach().clone() for seed in (0, 1))
-    with pytest.warns(UserWarning, match=STANDS_STILL):
-        for _ in range(4):
-            update(average, weight)
+    with pytest.warns(UserWarning, match=LOST):
+        for _ in range(9):
+            update(average, weight, decay)
+
+
+@pytest.mark.filterwarnings("ignore:.*of this update is lost")
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-rowwise", "fp8-delayed", "fp8-block", "mxfp8"])
+@pytest.mark.parametrize("decay", [0.9, 0.99])
+def test_an_average_of_what_it_holds_does_not_grow(recipe: str, decay: float) -> None:
+    """Its parts round up at the largest code, and a new scale at each step would make it larger without end."""
+    weight = model(recipe)[0].weight.detach()
+    average = copy.deepcopy(weight)
+    for _ in range(100):
+        added(average, weight, decay)
+    assert (average.dequantize().norm() / weight.dequantize().norm() - 1).abs() < 0.03
 
 
 def test_an_averaged_model_warns() -> None:
     average = AveragedModel(model(), multi_avg_fn=get_ema_multi_avg_fn(0.99))
     average.update_parameters(model())
-    with pytest.warns(UserWarning, match=STANDS_STILL):
+    with pytest.warns(UserWarning, match=LOST):
         average.update_parameters(model(seed=1))
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
-@pytest.mark.parametrize("foreach", [False, True])
-def test_an_optimizer_without_masters_warns(make, foreach) -> None:
+@pytest.mark.parametrize("form", ["foreach", "fused", ""])
+def test_an_optimizer_without_masters_warns(make, form) -> None:
     m = model()
-    optimizer = make(m.parameters(), lr=1e-4, foreach=foreach)
-    with pytest.warns(UserWarning, match=STANDS_STILL):
+    optimizer = make(m.parameters(), lr=1e-4, **({form: True} if form else {"foreach": False}))
+    with pytest.warns(UserWarning, match=LOST):
         for _ in range(3):
             m(torch.ones(8, 64)).sum().backward()
             optimizer.step()
@@ -79,8 +93,9 @@ def test_an_optimizer_without_masters_warns(make, foreach) -> None:
     lambda w: w.mul_(2.0),
     lambda w: w.add_(torch.randn(64, 64)),
     lambda w: w.zero_(),
+    lambda w: w.mul_(1.0),
     lambda w: w.copy_(torch.randn(64, 64)).clamp_(-0.5, 0.5),
-], ids=["normal", "trunc_normal", "kaiming", "orthogonal", "mul", "add", "zero", "clamp"])  # fmt: skip
+], ids=["normal", "trunc_normal", "kaiming", "orthogonal", "mul", "add", "zero", "nothing", "clamp"])  # fmt: skip
 def test_writes_that_arrive_do_not_warn(write) -> None:
     w = model()[0].weight.detach()
     with warnings.catch_warnings():

@@ -171,7 +171,9 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
     def require_same_formats(self, plan: LinearPlan, device: str) -> None:
         """UserError on all ranks of the plan's group, in its first call, unless they have the same formats."""
         quantizers = plan.input.quantizer, plan.weight.quantizer, plan.gradient.quantizer
-        self.plans.require_same_formats(quantizers, device, plan.layout.group, plan.input.context.propagate)
+        self.plans.require_same_formats(
+            quantizers, device, plan.layout.group, f"propagate_nonfinite = {plan.input.context.propagate}"
+        )
 
     def plan_for(self, x: Tensor) -> LinearPlan:
         """The plan that a call with `x` would follow now."""

@@ -87,14 +87,11 @@ class Planner:
         self.forget_stages()
         traced_stages.answer_as_others(self)
 
-    def require_same_formats(
-        self, quantizers: tuple[Quantizer, ...], device: str, group: str, propagate: bool = True
-    ) -> None:
-        """UserError on all ranks of the group if they encode differently. They compare once, before they send."""
+    def require_same_formats(self, quantizers: tuple[Quantizer, ...], device: str, group: str, *words: str) -> None:
+        """UserError on all ranks of the group if they encode differently, or in `words`. They compare once."""
         if torch.compiler.is_dynamo_compiling():
             return
-        formats = [word for quantizer in quantizers for word in compared(quantizer)]
-        names = (*formats, f"propagate_nonfinite = {propagate}")
+        names = (*words, *[word for quantizer in quantizers for word in compared(quantizer)])
         if (group, names) not in self.compared:
             require_same(names, torch.device(device), group, RECIPES)
             self.compared.add((group, names))

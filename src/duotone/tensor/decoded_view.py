@@ -102,7 +102,13 @@ class DecodedView(Decodable):
     def data(self, _: Tensor) -> None:
         self._refuse()
 
-    share_memory_ = is_shared = apply_ = map_ = _refuse  # type: ignore[assignment]
+    __dlpack__ = share_memory_ = is_shared = apply_ = map_ = _refuse  # type: ignore[assignment]
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as an array that cannot be written, because writes to it would not reach the source."""
+        array = self.clone().numpy(force=force)
+        array.flags.writeable = False
+        return array
 
     def data_ptr(self) -> int:
         """The address of a copy of the values, for code that saves. MissingPlaneError for a view of a parameter."""
@@ -146,7 +152,7 @@ def _of_values(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("__repr__", "__format__", "__reduce_ex__", "__dlpack__", "numpy", "tolist"):
+for _name in ("__repr__", "__format__", "__reduce_ex__", "tolist"):
     setattr(DecodedView, _name, _of_values(_name))
 
 

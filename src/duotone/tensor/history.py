@@ -9,12 +9,12 @@ from duotone.errors import UserError, shown_fields
 
 
 def clips(amax: Tensor, scale: Tensor, largest: float | Tensor) -> Tensor:
-    """Whether scales take amaxes above the largest magnitude of an element, bool.
+    """Whether scales take amaxes so far above the largest magnitude of an element that no rounding gives it, bool.
 
-    By more than bf16 rounds, that is: decoded values that are written back in bf16 keep their scale. The largest code
-    is the nearest one for magnitudes up to 3 % above it.
+    Up to 464 the nearest code of E4M3 is 448, and E5M2's largest code reaches further. Below that a new scale would
+    gain nothing, and an average whose parts round up would grow with each of its scales.
     """
-    return isfinite(amax) & (amax * scale > largest * (1 + 2**-8))
+    return isfinite(amax) & (amax * scale > largest * (464 / 448))
 
 
 ALGORITHMS = ("max", "most_recent")

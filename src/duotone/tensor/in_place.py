@@ -105,7 +105,8 @@ def _run_part(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, obj
             return values_as(value, torch.float32) if isinstance(value, Decodable) else value.to(torch.float32)
         return unshared(value)
 
-    before = [values_before(target) if widens else None for target in targets if isinstance(target, Decodable)]
+    looks = func.namespace != COLLECTIVES
+    before = [values_before(target) if looks else None for target in targets if isinstance(target, Decodable)]
     plain_args, plain_kwargs = tree_map(operand, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     for leaf in tree_leaves(result) if func.namespace == COLLECTIVES else ():
