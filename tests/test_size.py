@@ -25,7 +25,7 @@ def code_lines(source: str) -> int:
             skipped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             first = min(each.lineno for each in (node, *node.decorator_list))
-            skipped.update(range(first, max(node.body[0].lineno, first + 1)))
+            skipped.update(range(first, max(node.body[0].lineno, node.lineno + 1)))
     lines = enumerate(source.splitlines(), 1)
     return sum(at not in skipped and bool(text.strip()) and not text.strip().startswith("#") for at, text in lines)
 
