@@ -16,6 +16,10 @@ from torch import Tensor
 from duotone.formats import hadamard, philox
 
 
+def _where(mask: Tensor, value: float, other: Tensor | float) -> Tensor:
+    return torch.where(mask, value, other)
+
+
 class Constant(float):
     """A float that does not become a symbol in traces.
 
@@ -141,8 +145,8 @@ class Element:
         offset: Tensor | float = 0.0
         for lower, step, first in self.bands[1:]:
             above = magnitude >= abs(lower)
-            inverse = torch.where(above, 1.0 / abs(step), inverse)
-            offset = torch.where(above, first - abs(lower) / abs(step), offset)
+            inverse = _where(above, 1.0 / abs(step), inverse)
+            offset = _where(above, first - abs(lower) / abs(step), offset)
         return inverse, offset
 
     def _step(self, magnitude: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ def warn_if_lost(before: Tensor, values: Tensor, after: Tensor) -> None:
 
     `before`, `values` and `after` have one shape: the values before the write, those written, and those stored.
     """
-    lost, move = float((after - values).norm()), float((values - before).norm())
+    errors, moves = after - values, values - before
+    lost, move = (float(torch.dot(each.flatten(), each.flatten())) ** 0.5 for each in (errors, moves))
     if lost > LOST * move > 0:
         share = f"{lost / move:.0%}" if lost < move else "all"
         warnings.warn(
