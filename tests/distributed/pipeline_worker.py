@@ -154,6 +154,7 @@ def every_schedule_gives_the_bits_of_one_process(folder: Path) -> None:
 def quantized_parameters_give_the_bits_of_one_process(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch asks for shapes in high precision, of which nobody has to know
+        warnings.filterwarnings("ignore", ".*of this update is lost")  # the optimizer keeps no masters
         compare(pairs("1F1B", recipe, quantized=True) for recipe in ("nvfp4", "fp8-delayed"))
 
 

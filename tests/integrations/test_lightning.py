@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Lightning's own, of torch and of Python
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*of this update is lost"),  # these optimizers keep no masters
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint"),
     pytest.mark.filterwarnings("ignore:GPU available but not used"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),

@@ -8,6 +8,7 @@ from packages import ON_CPU, require
 import duotone
 
 transformers = require("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:.*of this update is lost")  # Trainer's optimizer keeps no masters
 
 
 def low_precision(recipe="mxfp8", build=llama, **changes):

@@ -62,6 +62,16 @@ def test_a_weight_that_grew_is_not_clipped_in_an_evaluation(stored, frozen, writ
         assert error(m.weight.dequantize(), merged) < 0.03
 
 
+@pytest.mark.parametrize("stored", [False, True], ids=["plain", "quantized"])
+@pytest.mark.parametrize("factor", [1e-3, 1e-6, 1e6])
+def test_a_weight_of_another_magnitude_is_not_lost_in_an_evaluation(stored, factor) -> None:
+    m = trained(stored)
+    values = m.weight.detach().clone() * factor
+    with torch.no_grad():
+        m.weight.copy_(values)
+        assert error(m.eval()(X), X @ values.T) < 0.06
+
+
 def test_an_evaluation_leaves_the_scales_of_training() -> None:
     m = trained(stored=False)
     before = {name: value.clone() for name, value in duotone.recipe_state(m).items()}

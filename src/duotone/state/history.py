@@ -100,8 +100,12 @@ def first(history: Tensor, scale: Tensor, amax: Tensor, largest: list[float], pa
 
 
 def fitting(scale: Tensor, amax: Tensor, largest: list[float], parameters: History) -> tuple[Tensor, Tensor]:
-    """Which scales (n,) would clip tensors with these amaxes (n,), and the scales with new ones in their place."""
-    outgrown = clips(amax, scale, _limits_for(amax, largest))
+    """Which scales (n,) do not fit tensors with these amaxes (n,), and the scales with new ones in their place.
+
+    They clip the tensor, or leave its largest element more than 2^8 below the largest code.
+    """
+    limits_of = _limits_for(amax, largest)
+    outgrown = clips(amax, scale, limits_of) | ((amax > 0) & (amax * scale * 2**8 < limits_of))
     return outgrown, torch.where(outgrown, _scale_of(amax, scale, largest, parameters), scale)
 
 

@@ -141,7 +141,7 @@ class Stack(types.ModuleType, Generic[R]):
                 stacklevel=5,
             )
         self.was_followed = True
-        if regions:
+        if regions and regions[-1].is_open:
             regions[-1].is_followed = True
         return regions
 
@@ -206,7 +206,7 @@ class Stack(types.ModuleType, Generic[R]):
         regions = without(opened, region)
         inside = opened[opened.index(region) :] if region in opened else ()  # they may end after it
         region.is_followed |= any(each.is_followed for each in inside)
-        if regions and region.is_followed:
+        if regions and region.is_followed and regions[-1].is_open:
             regions[-1].is_followed = True
         self.starts.record_exit(region)
         region.is_open = False
@@ -353,7 +353,7 @@ class CallRegion:
         key = ("region", id(self))
         running = mode is AmaxMode.RECOMPUTE or (mode is not AmaxMode.RECORD and in_backward())
         record = frames.recomputed() if running else None
-        if running and (around := STACK.variable.get(())):  # around the backward: this recompute is no sign of neglect
+        if running and (around := STACK.variable.get(())) and around[-1].is_open:  # it is around the backward
             around[-1].is_followed = True
         if record is not None and record.holds(key):
             region: AutocastRegion | None = record.take(key)
