@@ -133,7 +133,7 @@ class DelayedState(nn.Module):
     def start(self, slots: slice, amaxes: Tensor, keep: bool, fits: bool = False) -> Tensor:
         """Scales (n,) in which new slots among `slots` follow from their amaxes, fp32 (len(slots),).
 
-        With `fits` so do slots whose scale would clip, and their history starts anew. The scales and the history go
+        With `fits` so do slots whose scale does not fit, and their history starts anew. The scales and the history go
         into the buffers if `keep`, else into copies.
         """
         scale = self.scale if keep else self.scale.clone()
@@ -142,9 +142,9 @@ class DelayedState(nn.Module):
         columns, largest = self.amax_history[:, slots], self.largest[slots]
         scale[slots] = history.first(columns, scale[slots], amaxes, largest, self.history)
         if fits:
-            outgrown, scale[slots] = history.fitting(scale[slots], amaxes, largest, self.history)
+            misfits, scale[slots] = history.fitting(scale[slots], amaxes, largest, self.history)
             if keep:
-                columns.masked_fill_(outgrown, 0.0)
+                columns.masked_fill_(misfits, 0.0)
         return scale
 
     def records(self, mode: AmaxMode) -> bool:

@@ -104,9 +104,9 @@ def fitting(scale: Tensor, amax: Tensor, largest: list[float], parameters: Histo
 
     They clip the tensor, or leave its largest element more than 2^8 below the largest code.
     """
-    limits_of = _limits_for(amax, largest)
-    outgrown = clips(amax, scale, limits_of) | ((amax > 0) & (amax * scale * 2**8 < limits_of))
-    return outgrown, torch.where(outgrown, _scale_of(amax, scale, largest, parameters), scale)
+    most = _limits_for(amax, largest)
+    misfits = clips(amax, scale, most) | ((amax > 0) & (amax * scale * 2**8 < most))
+    return misfits, torch.where(misfits, _scale_of(amax, scale, largest, parameters), scale)
 
 
 def entering(history: Tensor, parameters: History, events: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ class AmaxMode(Enum):
     DEFER = "defer"
     """A forward without a graph in an autograd.Function, as reentrant checkpoints run it: the recompute records."""
     FIT = "fit"
-    """As USE, for a weight, which other code may have written unseen: a scale that would clip it gives way to one that
-    fits."""
+    """As USE, for a weight, which other code may have written unseen: a scale that does not fit it gives way to one
+    that does."""
     WRITE = "write"
     """A write of values that no step of an optimizer with masters made. As RECORD, but the scale fits the values."""
 
