@@ -36,6 +36,7 @@ ALLOWED = {
     "attention.attention_stage.STAGES": GRAPHS,
     "attention.low_precision._ALIKE": GRAPHS,
     "attention.low_precision._CONTENTS": "weak: modules of equal formats share the stages of traced calls",
+    "comm.collectives.COMPARED": "weak: the numbers of rows that ranks on GPUs compared, so that a step does not wait",
     "comm.collectives.AGREED": "what the ranks of a group agreed on, since a capture cannot ask them",
     "attention.recipe_following._MODULES": GRAPHS,
     "conversion.forwards.planned_class": CLASSES,

@@ -85,6 +85,15 @@ def test_an_optimizer_without_masters_warns(make, form) -> None:
             optimizer.step()
 
 
+@pytest.mark.parametrize("name", ["fp8_e4m3_tensor", "mxfp8_e4m3", "nvfp4"])
+def test_the_first_write_is_looked_at(name) -> None:
+    """A merge into a weight that was just quantized is one write, and no second one follows."""
+    fmt = duotone.formats.get(name)
+    t = duotone.Quantizer(fmt, fmt).quantize(torch.randn(64, 64))
+    with pytest.warns(UserWarning, match=LOST):
+        t.add_(torch.randn(64, 64), alpha=1e-3)
+
+
 @pytest.mark.parametrize("write", [
     lambda w: w.normal_(std=0.02),
     lambda w: nn.init.trunc_normal_(w, std=0.02),

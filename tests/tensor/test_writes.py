@@ -62,6 +62,7 @@ IN_PLACE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*of this update is lost")
 @pytest.mark.parametrize("op", IN_PLACE.values(), ids=IN_PLACE.keys())
 @pytest.mark.parametrize("name", ["identity", "fp8", "mxfp8", "128x128", "nvfp4_rht", "nvfp4|mxfp8", "mxfp8|identity"])
 def test_an_op_in_place_requantizes_at_the_same_addresses(op, name) -> None:
@@ -321,6 +322,7 @@ def test_a_failing_write_changes_nothing() -> None:
     assert same(t.add_(1), pair("identity", "nvfp4_sr").quantize(X + 1, ctx=seed))
 
 
+@pytest.mark.filterwarnings("ignore:.*of this update is lost")
 def test_an_optimizer_step() -> None:
     """core 48; issue, in-place weight writes: SGD and Adam, foreach or not, write both planes."""
     for make in (
@@ -468,6 +470,7 @@ def test_wider_reads_are_rounded_once(read) -> None:
             assert same_bits(read(t), values if name != "nvfp4|mxfp8" else values.t().contiguous()), name
 
 
+@pytest.mark.filterwarnings("ignore:.*of this update is lost")
 @pytest.mark.parametrize("name", ["fp8_e4m3_tensor", "mxfp8_e4m3", "nvfp4"])
 def test_a_step_of_torch_rounds_once(name) -> None:
     """SGD on a bf16 weight encodes the fp32 result, not its bf16 rounding."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -77,21 +78,30 @@ def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: s
     return _wait(torch.ops._c10d_functional.all_to_all_single(x.contiguous(), *counts, group))
 
 
+COMPARED: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+"""The numbers of rows that the ranks of a process group on GPUs have compared."""
+
+
 def _require_same_rows(x: Tensor, group: str) -> None:
     """Raise UserError on every rank of the group, with the rows of each, unless all bring as many rows.
 
-    This is the only place that compares them. It does so where the host waits for no device: eager code on the CPU.
-    Elsewhere torch's collectives end in errors of their own, or wait.
+    This is the only place that compares them. On CPUs it does so in each eager call. On GPUs the host would wait for
+    the device, so it does so when a number of rows comes for the first time. Ranks whose numbers were equal until then
+    compare together, or torch's collectives end in errors of their own, as they do in graphs.
     """
-    is_eager = type(x) is Tensor and not torch.compiler.is_dynamo_compiling()
-    if not (is_eager and x.is_cpu and x.device in _resolve(group)._device_types):
+    if type(x) is not Tensor or torch.compiler.is_dynamo_compiling():
         return
-    with _disable_current_modes():  # no part of a graph, and no traffic: ranks on GPUs do not send it
-        rows = _gathered(torch.tensor([x.shape[0]]), group).tolist()
-    other = next((rank for rank, count in enumerate(rows) if count != rows[0]), None)
+    ranks, count = _resolve(group), x.shape[0]
+    compared = set[int]() if x.is_cpu else COMPARED.setdefault(ranks, set())
+    if torch.device(x.device.type) not in ranks._device_types or count in compared or is_capturing():
+        return
+    with _disable_current_modes():  # no part of a graph, and no traffic
+        rows = _gathered(torch.tensor([count], device=x.device), group).tolist()
+    other = next((rank for rank, each in enumerate(rows) if each != rows[0]), None)
     if other is not None:
         text = f"rank 0 has {rows[0]} rows where rank {other} has {rows[other]}"
         raise UserError(f"the ranks of group {group!r} bring uneven rows: {text}; give all as many, or pad the batch")
+    compared.add(count)
 
 
 def _wait(x: Tensor) -> Tensor:
