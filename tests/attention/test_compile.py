@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import duotone
@@ -17,6 +16,9 @@ from duotone.attention import DotProductAttention, MultiheadAttention, RotaryPos
 from duotone.attention.picks import Pick
 from duotone.dispatch.attention import LeastTokens
 from duotone.recipes import Rule, RuleRecipe
+from later import Later
+
+dynamo_testing = Later("torch._dynamo.testing")
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +36,7 @@ def step(run, module: nn.Module, *inputs: Tensor, **options) -> list[Tensor]:
 
 def compare(eager: nn.Module, *inputs: Tensor, **options) -> None:
     compiled = copy.deepcopy(eager)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = dynamo_testing.CompileCounterWithBackend("aot_eager")
     run = torch.compile(compiled, fullgraph=True, backend=counter)
     for _ in range(2):
         for result, expected in zip(
@@ -128,7 +130,7 @@ def test_compiled_code_takes_what_was_measured(monkeypatch) -> None:
 def test_a_dynamic_graph_serves_all_lengths_and_guards_the_dropout() -> None:
     """A dynamic trace has variables for floats of modules, and a stage is built for one dropout."""
     core = DotProductAttention(2, 8, qkv_format="bshd", name="a", recipe=duotone.Float8CurrentScaling(fp8_dpa=True))
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = dynamo_testing.CompileCounterWithBackend("aot_eager")
     run = torch.compile(core, fullgraph=True, dynamic=True, backend=counter)
     with torch.no_grad():
         counts = set()

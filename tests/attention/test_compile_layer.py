@@ -6,10 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import duotone
 from duotone import recipes
+from later import Later
+
+dynamo_testing = Later("torch._dynamo.testing")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
@@ -43,7 +45,7 @@ def test_equal_layers_share_a_graph_for_each_flag(name: str) -> None:
     options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": torch.bfloat16}
     layers = [duotone.TransformerLayer(32, 48, 2, **options) for _ in range(3)]
     x, recipe = torch.randn(8, 2, 32).bfloat16(), recipes.load(name)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = dynamo_testing.CompileCounterWithBackend("aot_eager")
     with duotone.autocast(recipe=recipe):
         layers[2](x)
         eager = copy.deepcopy(layers)
@@ -77,7 +79,7 @@ def test_more_layers_than_dynamo_compiles_share_a_graph_of_attention_in_low_prec
     models = [nn.Sequential(*(duotone.TransformerLayer(16, 16, 1, **options) for _ in range(n))) for n in (9, 2)]
     x = torch.randn(4, 1, 16, requires_grad=True)
     eager = copy.deepcopy(models)
-    counter = CompileCounterWithBackend("eager")
+    counter = dynamo_testing.CompileCounterWithBackend("eager")
     for layer in (*models[0], *models[1]):
         layer.compile(backend=counter, fullgraph=True)
     for _ in range(2):
@@ -122,7 +124,7 @@ def test_forty_cores_under_delayed_scaling_compile_once(kind: str) -> None:
     """Each core has its own scales and histories, which roll as in eager code."""
     m = Loop(40)
     eager = copy.deepcopy(m)
-    counter = CompileCounterWithBackend("eager")
+    counter = dynamo_testing.CompileCounterWithBackend("eager")
     for i, block in enumerate(m.blocks):
         if kind == "one by one":
             block.compile(backend=counter, fullgraph=True)

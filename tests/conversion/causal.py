@@ -1,7 +1,10 @@
 """Small models of transformers with random weights, and bytes that they can learn."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from later import Later
+
+transformers = Later("transformers")
 
 SIZES = {
     "vocab_size": 256,
@@ -20,12 +23,12 @@ TEXT = torch.frombuffer(bytearray(b"each plane of a block has a scale and a form
 
 def llama(**changes):
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES | changes))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | changes))
 
 
 def mixtral(**changes):
     torch.manual_seed(0)
-    return MixtralForCausalLM(MixtralConfig(**SIZES | {"num_local_experts": 4} | changes))
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES | {"num_local_experts": 4} | changes))
 
 
 def batch(step, count=4, context=32):

@@ -2,24 +2,13 @@
 
 import pytest
 import torch
+from causal import assert_same_bits, batch, gradients, llama, mixtral, train
 from torch import nn
 
 import duotone
+from later import Later
 
-pytest.importorskip("transformers", reason="needs `pip install transformers`")
-from causal import assert_same_bits, batch, gradients, llama, mixtral, train
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Phi3Config,
-    Phi3ForCausalLM,
-    T5Config,
-    T5Model,
-)
+transformers = Later("transformers")
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -91,19 +80,25 @@ def test_revert_gives_back_classes_and_bits() -> None:
 
 
 MODELS = {
-    "gemma3": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(**SIZES, num_key_value_heads=1, head_dim=32, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(
+            **SIZES, num_key_value_heads=1, head_dim=32, pad_token_id=0, bos_token_id=1, eos_token_id=2
+        )
     ),
-    "phi3": lambda: Phi3ForCausalLM(
-        Phi3Config(**SIZES, num_key_value_heads=1, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    "phi3": lambda: transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(**SIZES, num_key_value_heads=1, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     ),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2)
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=64, n_embd=64, n_layer=1, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2
+        )
     ),
-    "t5": lambda: T5Model(
-        T5Config(vocab_size=64, d_model=64, d_ff=96, num_layers=1, num_heads=2, d_kv=32, feed_forward_proj="gated-gelu")
+    "t5": lambda: transformers.T5Model(
+        transformers.T5Config(
+            vocab_size=64, d_model=64, d_ff=96, num_layers=1, num_heads=2, d_kv=32, feed_forward_proj="gated-gelu"
+        )
     ),
-    "clip": lambda: CLIPTextModel(CLIPTextConfig(**SIZES)),
+    "clip": lambda: transformers.CLIPTextModel(transformers.CLIPTextConfig(**SIZES)),
     "mixtral": lambda: mixtral(num_hidden_layers=1, vocab_size=64),
 }
 PATTERNS = {

@@ -7,12 +7,14 @@ import pytest
 import torch
 from causal import assert_same_bits, batch, gradients, train
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
-from transformers.pytorch_utils import Conv1D
 
 import duotone
 from duotone import observe, recipes
 from duotone.recipes import Rule
+from later import Later
+
+transformers = Later("transformers")
+pytorch_utils = Later("transformers.pytorch_utils")
 
 NAMES = ["mxfp8", "nvfp4", "fp8-block", "fp8-delayed", "fp8-current"]
 
@@ -22,12 +24,12 @@ OPTIONS = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_
 
 def gpt2():
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(**SIZES, **OPTIONS))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, **OPTIONS))
 
 
 def pair(recipe: str):
-    """One linear as nn.Linear and as Conv1D, both converted."""
-    linear, transposed = nn.Linear(64, 96), Conv1D(96, 64)
+    """One linear as nn.Linear and as pytorch_utils.Conv1D, both converted."""
+    linear, transposed = nn.Linear(64, 96), pytorch_utils.Conv1D(96, 64)
     with torch.no_grad():
         transposed.weight.copy_(linear.weight.t())
         transposed.bias.copy_(linear.bias)
@@ -63,9 +65,9 @@ def test_under_identity_the_bits_are_those_of_the_plain_model() -> None:
 def test_parameters_names_and_classes_stay_and_revert_gives_the_class_back() -> None:
     plain, model = gpt2(), duotone.convert(gpt2(), "mxfp8")
     assert_same_bits(plain.state_dict(), model.state_dict())
-    assert isinstance(model.transformer.h[0].mlp.c_fc, Conv1D)
+    assert isinstance(model.transformer.h[0].mlp.c_fc, pytorch_utils.Conv1D)
     duotone.revert(model)
-    assert type(model.transformer.h[0].mlp.c_fc) is Conv1D
+    assert type(model.transformer.h[0].mlp.c_fc) is pytorch_utils.Conv1D
     assert_same_bits(gradients(plain, batch(0)), gradients(model, batch(0)))
 
 

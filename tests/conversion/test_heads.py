@@ -4,12 +4,14 @@ import pytest
 import torch
 from causal import SIZES
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 import duotone
 from duotone import recipes
 from duotone.conversion.default_rules import heads
 from duotone.recipes import OUTPUT_HEAD, Rule, RuleRecipe
+from later import Later
+
+transformers = Later("transformers")
 
 MXFP8 = recipes.load("mxfp8")
 NAMES = ["lm_head", "output_head", "output", "head", "embed_out", "unembed", "to_logits", "classifier", "score"]
@@ -152,8 +154,8 @@ def test_a_head_alone_is_no_model_that_follows_the_recipe() -> None:
 @pytest.mark.parametrize(
     ("build", "head"),
     [
-        (lambda: BertForSequenceClassification(BertConfig(**SIZES)), "classifier"),
-        (lambda: LlamaForSequenceClassification(LlamaConfig(**SIZES)), "score"),
+        (lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES)), "classifier"),
+        (lambda: transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES)), "score"),
     ],
     ids=["bert", "llama"],
 )

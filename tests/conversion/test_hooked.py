@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F
 from causal import SIZES
 from torch import Tensor, nn
-from transformers import MixtralConfig, MixtralForCausalLM
 
 import duotone
 from duotone import recipes
 from duotone.conversion.left_alone import bypassed_children
 from duotone.errors import RecipeError
+from later import Later
+
+transformers = Later("transformers")
 
 MXFP8 = recipes.load("mxfp8")
 NAMES = ["mxfp8", "nvfp4", "fp8-delayed", "fp8-current"]
@@ -97,7 +99,7 @@ def test_hooks_can_come_and_go_while_a_model_is_converted() -> None:
 
 def test_experts_under_hooks_follow_the_recipe() -> None:
     torch.manual_seed(0)
-    m = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))
+    m = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4))
     tokens = torch.arange(24).view(2, 12)
     twin = duotone.convert(copy.deepcopy(m), MXFP8)
     experts = m.model.layers[0].mlp.experts
@@ -135,7 +137,7 @@ def test_a_forward_that_another_one_took_the_place_of_is_left_alone_with_a_warni
 
 
 def test_experts_of_which_a_library_took_the_forward_are_a_warning_too() -> None:
-    m = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))
+    m = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4))
     experts = m.model.layers[0].mlp.experts
     before = experts.forward
     experts.forward = functools.partial(lambda *args: before(*args))

@@ -9,12 +9,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
-from transformers import MixtralConfig, MixtralForCausalLM
 
 import duotone
+from later import Later
+
+hooks = Later("accelerate.hooks")
+transformers = Later("transformers")
 
 STRIDE = 3
 CHANGING = (
@@ -32,7 +34,7 @@ def linears() -> nn.Module:
 def hooked() -> nn.Module:
     """Accelerate stores the forward of the class in its hook."""
     m = linears()
-    add_hook_to_module(m[0], AlignDevicesHook(execution_device="cpu"))
+    hooks.add_hook_to_module(m[0], hooks.AlignDevicesHook(execution_device="cpu"))
     return m
 
 
@@ -47,8 +49,8 @@ def encoder() -> nn.Module:
 
 def experts() -> nn.Module:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MixtralConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=2, **sizes)
-    return MixtralForCausalLM(config).model.layers[0].mlp.experts
+    config = transformers.MixtralConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=2, **sizes)
+    return transformers.MixtralForCausalLM(config).model.layers[0].mlp.experts
 
 
 def own() -> nn.Module:

@@ -7,19 +7,14 @@ import torch
 import torch.nn.functional as F
 from causal import SIZES
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    RobertaConfig,
-    RobertaForMaskedLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 import duotone
 from duotone import recipes
 from duotone.errors import RecipeError
 from duotone.recipes import OUTPUT_HEAD, Rule
+from later import Later
+
+transformers = Later("transformers")
 
 MXFP8 = recipes.load("mxfp8")
 STRICT = recipes.MXFP8BlockScaling(strict=True)
@@ -59,10 +54,18 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(
     ("model", "head", "hidden"),
     [
-        (lambda: build(BertForMaskedLM, BertConfig), "cls.predictions.decoder", "cls.predictions.transform.dense"),
-        (lambda: build(RobertaForMaskedLM, RobertaConfig), "lm_head.decoder", "lm_head.dense"),
         (
-            lambda: build(BertForMaskedLM, BertConfig, tie_word_embeddings=False),
+            lambda: build(transformers.BertForMaskedLM, transformers.BertConfig),
+            "cls.predictions.decoder",
+            "cls.predictions.transform.dense",
+        ),
+        (
+            lambda: build(transformers.RobertaForMaskedLM, transformers.RobertaConfig),
+            "lm_head.decoder",
+            "lm_head.dense",
+        ),
+        (
+            lambda: build(transformers.BertForMaskedLM, transformers.BertConfig, tie_word_embeddings=False),
             "cls.predictions.decoder",
             "bert.encoder.layer.1.output.dense",
         ),
@@ -79,7 +82,7 @@ def test_an_output_head_of_any_name_stays_in_high_precision_unless_the_rules_say
 
 def test_a_rule_of_the_users_own_goes_before_a_head_that_was_found() -> None:
     rules = [Rule(module="cls.*.decoder", format="fp8_e4m3_row")]
-    rows = rows_of(duotone.convert(build(BertForMaskedLM, BertConfig), MXFP8, rules=rules))
+    rows = rows_of(duotone.convert(build(transformers.BertForMaskedLM, transformers.BertConfig), MXFP8, rules=rules))
     assert rows["cls.predictions.decoder", "fprop"].a == "fp8_e4m3_row"
 
 
@@ -96,7 +99,9 @@ def test_an_embedding_that_is_the_head_without_a_module_is_told_and_refused_unde
         (lambda: nn.MultiheadAttention(32, 2), "", r"MultiheadAttention holds in_proj_weight \(96, 32\)"),
         (lambda: nn.Sequential(nn.LSTM(8, 8)), "0", r"LSTM holds weight_ih_l0 \(32, 8\) and weight_hh_l0 \(32, 8\)"),
         (
-            lambda: ViTForImageClassification(ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)),
+            lambda: transformers.ViTForImageClassification(
+                transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+            ),
             "vit.embeddings",
             r"ViTEmbeddings holds cls_token \(1, 1, 32\) and position_embeddings \(1, 197, 32\)",
         ),
@@ -136,7 +141,7 @@ def test_a_rule_for_a_module_that_is_left_alone_is_no_rule_that_matches_nothing(
 
 
 def test_converting_twice_gives_the_same_rules() -> None:
-    m = build(BertForMaskedLM, BertConfig)
+    m = build(transformers.BertForMaskedLM, transformers.BertConfig)
     first = rows_of(duotone.convert(m, MXFP8))
     assert rows_of(duotone.convert(m, MXFP8)) == first
     assert torch.equal(m.cls.predictions.decoder.weight, m.bert.embeddings.word_embeddings.weight)

@@ -7,11 +7,13 @@ import torch
 from causal import assert_same_bits, batch, gradients, llama, train
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaForCausalLM
 
 import duotone
 from duotone import recipes
 from duotone.recipes.builtin import BUILTIN
+from later import Later
+
+transformers = Later("transformers")
 
 BOTH_HEADS = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
@@ -92,8 +94,8 @@ def test_a_saved_model_is_a_plain_one_and_converts_to_the_same_bits_again(tmp_pa
     train(m, 2)
     m.save_pretrained(tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == set(llama().state_dict()) - {"lm_head.weight"}
-    reloaded, report = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report.values()) and type(reloaded) is LlamaForCausalLM
+    reloaded, report = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()) and type(reloaded) is transformers.LlamaForCausalLM
     duotone.convert(reloaded, recipes.load(name))
     duotone.load_rng_state(reloaded, duotone.rng_state(m))
     assert_same_bits(gradients(m.train(), batch(2)), gradients(reloaded.train(), batch(2)))
@@ -116,7 +118,7 @@ def test_quantized_parameters_are_saved_once_they_are_plain_again(tmp_path) -> N
     m = duotone.convert_parameters(duotone.convert(llama(), mxfp8), mxfp8)
     expected = gradients(m, batch(0))["loss"]
     duotone.convert_parameters(m, recipes.load("bf16")).save_pretrained(tmp_path)
-    reloaded = duotone.convert(LlamaForCausalLM.from_pretrained(tmp_path), mxfp8)
+    reloaded = duotone.convert(transformers.LlamaForCausalLM.from_pretrained(tmp_path), mxfp8)
     assert torch.equal(gradients(reloaded.train(), batch(0))["loss"], expected)
 
 

@@ -5,12 +5,14 @@ import functools
 import pytest
 import torch
 from causal import assert_same_bits, batch, gradients, mixtral, train
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import duotone
 from duotone import recipes
 from duotone.errors import RecipeError
 from duotone.recipes import Rule
+from later import Later
+
+dynamo_testing = Later("torch._dynamo.testing")
 
 STRICT = recipes.MXFP8BlockScaling(strict=True)
 
@@ -142,7 +144,7 @@ def test_revert_gives_back_the_classes_and_the_bits() -> None:
 def test_compiled_experts_are_one_graph_with_the_bits_of_eager() -> None:
     """Their row counts follow from the router, which is not the library's: the host looks at them."""
     m = duotone.convert(mixtral(), recipes.load("mxfp8"))
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = dynamo_testing.CompileCounterWithBackend("aot_eager")
     results = []
     for compiles in (False, True):
         for layer in m.model.layers:

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-import transformers
 from causal import SIZES
 from safetensors.torch import load_file
 from torch import nn
 
 import duotone
 from duotone.recipes import Rule, RuleRecipe
+from later import Later
+
+transformers = Later("transformers")
 
 
 def mlps(count: int) -> list[nn.Module]:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._inductor import config
-from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 from duotone import formats
 from duotone.dispatch import compiler, stages
 from duotone.dispatch.stages import CompiledStages
+from later import Later
+
+inductor = Later("torch._inductor")
+vec_isa = Later("torch._inductor.cpu_vec_isa")
 
 CXX = shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(CXX is None, reason="no C++ compiler; `apt-get install g++` provides it")
@@ -50,7 +52,7 @@ FAKES = {
 def test_a_compiler_that_does_not_work_leaves_plain_torch_and_one_warning(name, tmp_path, monkeypatch) -> None:
     script, reason = FAKES[name]
     monkeypatch.setattr(compiler, "PATIENCE", 0.5)
-    with config.patch({"cpp.cxx": (None, fake(tmp_path, script))}):
+    with inductor.config.patch({"cpp.cxx": (None, fake(tmp_path, script))}):
         with pytest.warns(RuntimeWarning, match="casts on the CPU run in plain torch") as caught:
             assert reason in compiler.compiler_reason()
         assert len(caught) == 1
@@ -59,7 +61,7 @@ def test_a_compiler_that_does_not_work_leaves_plain_torch_and_one_warning(name, 
 
 
 def test_no_compiler_at_all_is_a_reason_without_a_warning() -> None:
-    with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+    with inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}):
         assert "no-such-compiler is not on the path" in compiler.compiler_reason()
 
 
@@ -137,14 +139,14 @@ for size in (None, 3000):
 
 @needs_compiler
 def test_a_compiler_that_hangs_after_the_probe_is_one_warning(tmp_path, monkeypatch) -> None:
-    valid_vec_isa_list()  # the instruction sets that the process compiles for, by a compiler that works
+    vec_isa.valid_vec_isa_list()  # the instruction sets that the process compiles for, by a compiler that works
     works = f'case "$*" in *probe.cpp*|*--version*|*-v*) exec {CXX} "$@";; esac'
     monkeypatch.setenv(compiler.FOLDER, str(tmp_path / "cache"))
     monkeypatch.setattr(compiler, "LIMIT", 3.0)
     monkeypatch.setattr("duotone.dispatch.stages._compile", _fresh_compile())
     x = torch.randn(64, 64)
     torch._dynamo.reset()
-    with config.patch({"cpp.cxx": (None, fake(tmp_path, f"{works}\nexec sleep 600"))}):
+    with inductor.config.patch({"cpp.cxx": (None, fake(tmp_path, f"{works}\nexec sleep 600"))}):
         with pytest.warns(RuntimeWarning, match="timed out after") as caught:
             amax = CompiledStages().amax(x.view(1, 64, 1, 64))
     assert sum("casts on the CPU run in plain torch" in str(warning.message) for warning in caught) == 1

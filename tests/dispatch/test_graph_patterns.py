@@ -5,10 +5,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._inductor.fx_passes.post_grad import pass_patterns
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from duotone.dispatch.graph_patterns import find_patterns
+from later import Later
+
+post_grad = Later("torch._inductor.fx_passes.post_grad")
 
 ops = torch.ops.duotone
 X, GAMMA = torch.randn(4, 16), torch.randn(16)
@@ -18,7 +20,7 @@ def calls(function: Callable[..., object], *inputs: Tensor) -> list[str]:
     """What a graph calls after the patterns, without look-ups of results."""
     find_patterns()
     graph = make_fx(function, tracing_mode="fake")(*inputs).graph
-    for patterns in pass_patterns:
+    for patterns in post_grad.pass_patterns:
         patterns.apply(graph)
     graph.lint()
     nodes = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import duotone
 from duotone import recipes
@@ -17,6 +16,9 @@ from duotone.lab import checkpoint, models, presets
 from duotone.lab.comparison import planned
 from duotone.lab.config import TrainConfig
 from duotone.lab.trainer import Trainer
+from later import Later
+
+transformers = Later("transformers")
 
 TINY = presets.get("tiny")
 LLAMA = "hf:LlamaForCausalLM"
@@ -25,7 +27,7 @@ LLAMA = "hf:LlamaForCausalLM"
 def llama_config(**changes):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"vocab_size": 300, "max_position_embeddings": 64, "attention_dropout": 0.5}
-    return LlamaConfig(**sizes | changes)
+    return transformers.LlamaConfig(**sizes | changes)
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def test_a_class_is_built_in_the_sizes_of_the_preset_and_keeps_its_names():
 
 def test_the_loss_is_the_mean_cross_entropy_of_the_models_logits():
     model = models.build(LLAMA, TINY, 0)
-    plain = LlamaForCausalLM(model.config)
+    plain = transformers.LlamaForCausalLM(model.config)
     plain.load_state_dict(model.state_dict())
     inputs, targets = tokens(), tokens()
     logits = plain(input_ids=inputs).logits
@@ -89,7 +91,7 @@ def test_a_folder_without_weights_gives_random_ones(folder):
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 def test_a_folder_with_weights_gives_them_in_fp32_whatever_the_seed(folder, file):
-    saved = LlamaForCausalLM(llama_config()).bfloat16()
+    saved = transformers.LlamaForCausalLM(llama_config()).bfloat16()
     saved.save_pretrained(folder)
     if file != "model.safetensors":
         (folder / "model.safetensors").unlink()
@@ -113,7 +115,7 @@ def test_the_plan_needs_no_weights_and_names_what_stays():
     ("name", "message"),
     [
         ("hf:NoSuchModel", "hf:NoSuchModel is neither a folder with a config.json nor a causal language model"),
-        ("hf:BertModel", "hf:BertModel is neither"),
+        ("hf:BertModel", "hf:transformers.BertModel is neither"),
         ("hf:{tmp}", "is neither a folder with a config.json"),
         ("hf:", "hf: is neither"),
         ("hf:{tmp}/small", "has vocab_size 100, but the preset tiny trains on bytes and needs at least 256"),
@@ -133,7 +135,7 @@ def test_what_cannot_be_trained_is_a_one_line_error(tmp_path, name, message):
     llama_config().save_pretrained(tmp_path / "damaged")
     (tmp_path / "damaged" / "model.safetensors").write_bytes(b"no tensors")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    BertModel(BertConfig(vocab_size=256, **sizes)).save_pretrained(tmp_path / "headless")
+    transformers.BertModel(transformers.BertConfig(vocab_size=256, **sizes)).save_pretrained(tmp_path / "headless")
     with pytest.raises(UserError) as raised:
         models.build(name.format(tmp=tmp_path), TINY, 0)
     assert message in str(raised.value) and "\n" not in str(raised.value)

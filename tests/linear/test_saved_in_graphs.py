@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._functorch.config
-import torch._inductor.compile_fx
 from torch import Tensor, fx, nn
 
 import duotone
@@ -19,9 +17,11 @@ from duotone.linear import plan_builder
 from duotone.tensor import quantizer
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Planes, Usage, encode_once
+from later import Later
 
 pytest.importorskip("triton", reason="casts as ops of a graph need Triton: pip install triton")
 
+functorch, compile_fx = Later("torch._functorch"), Later("torch._inductor.compile_fx")
 TOKENS, WIDTH, HIDDEN = 256, 128, 384
 
 
@@ -38,7 +38,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     monkeypatch.setattr(products, "_runs_as_op", lambda operand: torch.compiler.is_dynamo_compiling())
     monkeypatch.setattr(quantizer.Quantizer, "encode", encode)
     tensors: list[Tensor] = []
-    cut = torch._inductor.compile_fx.min_cut_rematerialization_partition
+    cut = compile_fx.min_cut_rematerialization_partition
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> None:
         forward, _ = cut(joint, inputs, **options)
@@ -47,7 +47,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         tensors.extend(node.meta["val"] for node in nodes if isinstance(node.meta["val"], Tensor))
         raise Partitioned
 
-    monkeypatch.setattr(torch._inductor.compile_fx, "min_cut_rematerialization_partition", partition)
+    monkeypatch.setattr("torch._inductor.compile_fx.min_cut_rematerialization_partition", partition)
     torch._dynamo.reset()
     return tensors
 
@@ -120,7 +120,7 @@ def test_quantized_weights_save_no_turned_codes(name: str, saved: list[Tensor]) 
 @pytest.mark.parametrize("name", ["fp8-current", "mxfp8"])
 def test_a_memory_budget_lets_the_partitioner_cast_again(name: str, saved: list[Tensor]) -> None:
     """torch's own switch, under any recipe."""
-    with torch._functorch.config.patch(activation_memory_budget=0.5):
+    with functorch.config.patch(activation_memory_budget=0.5):
         compile_block(recipes.load(name))
     planes = (TOKENS + 2 * HIDDEN) * WIDTH + (TOKENS + WIDTH) * HIDDEN
     assert sum(tensor.nbytes for tensor in saved) <= (TOKENS * 2 * 2 * HIDDEN + planes) / 2
@@ -155,7 +155,7 @@ def test_fused_casts_save_what_those_of_a_converted_model_save(name: str, saved:
 def test_a_graph_casts_norms_and_activations_as_eager_code_does(saved: list[Tensor]) -> None:
     """Three ops make a matrix and its planes, and one the gradients of the norm; casts of their own have the others."""
     calls: list[str] = []
-    cut = torch._inductor.compile_fx.min_cut_rematerialization_partition
+    cut = compile_fx.min_cut_rematerialization_partition
 
     def look(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> None:
         calls.extend(str(node.target) for node in joint.graph.nodes if "duotone" in str(node.target))

@@ -9,11 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import duotone
 from duotone import CustomRecipe, Quantizer, QuantizerRole, recipes
+from later import Later
+
+dynamo_testing = Later("torch._dynamo.testing")
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 WIDTH = 32
@@ -68,7 +70,7 @@ def slow(*values: object) -> object:
 def test_a_model_that_changes_after_it_was_compiled_has_the_bits_of_eager(change: str) -> None:
     compiled = duotone.convert(model(), recipes.load("fp8-current"))
     eager = copy.deepcopy(compiled)
-    counter = CompileCounterWithBackend("eager")
+    counter = dynamo_testing.CompileCounterWithBackend("eager")
     for block in compiled:
         block.compile(backend=counter, fullgraph=True)
     step(compiled), step(eager)
@@ -93,7 +95,7 @@ def test_a_reverted_model_that_is_still_held_is_not_asked_for_a_graph() -> None:
 def test_a_model_may_be_compiled_first_and_converted_second(how: str) -> None:
     m = model()
     eager = duotone.convert(copy.deepcopy(m), recipes.load("fp8-current"))
-    counter = CompileCounterWithBackend("eager")
+    counter = dynamo_testing.CompileCounterWithBackend("eager")
     compiled = torch.compile(m, backend=counter, fullgraph=True) if how == "wrapped" else m
     for part in {"blocks": list(m), "whole": [m], "wrapped": []}[how]:
         part.compile(backend=counter, fullgraph=True)
@@ -123,7 +125,7 @@ def test_a_factory_with_side_effects_is_asked_once_for_each_slot_and_never_by_a_
 
     m = duotone.convert(model(), recipes.load("bf16"))
     eager = copy.deepcopy(m)
-    counter = CompileCounterWithBackend("eager")
+    counter = dynamo_testing.CompileCounterWithBackend("eager")
     for block in m:
         block.compile(backend=counter, fullgraph=True)
     recipe = CustomRecipe(qfactory=factory)

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import duotone
@@ -17,6 +16,9 @@ from duotone.linear.operand_plan import REENCODE_IN_GRAPH
 from duotone.planned.traced_stages import PLANS, template_of
 from duotone.recipes import Recipe
 from duotone.recipes.builtin import BUILTIN
+from later import Later
+
+dynamo_testing = Later("torch._dynamo.testing")
 
 HYBRID = "mxfp8-fwd-nvfp4-bwd"
 
@@ -71,7 +73,7 @@ def test_a_converted_model_compiles_whole_and_equals_eager(name: str) -> None:
     model = TwoLayers() if name in TWICE else nn.Sequential(nn.Linear(64, 32))
     eager = duotone.convert(model.bfloat16(), RECIPES[name])
     compiled = copy.deepcopy(eager)
-    counter = CompileCounterWithBackend("aot_eager" if name in BUILTIN else "eager")
+    counter = dynamo_testing.CompileCounterWithBackend("aot_eager" if name in BUILTIN else "eager")
     run = torch.compile(compiled, fullgraph=True, backend=counter)
     for _ in range(3):
         x, dy = torch.randn(32, 64).bfloat16(), torch.randn(32, 32).bfloat16()
@@ -89,7 +91,7 @@ def test_batches_of_any_size_share_few_graphs(name: str, backend: str, sizes: tu
     """dynamic=True: numbers of formats are constants of the trace. Sizes that cut a block differently compile again."""
     eager = duotone.convert(nn.Sequential(nn.Linear(64, 32)).bfloat16(), recipes.load(name))
     compiled = copy.deepcopy(eager)
-    counter = CompileCounterWithBackend(backend)
+    counter = dynamo_testing.CompileCounterWithBackend(backend)
     run = torch.compile(compiled, fullgraph=True, dynamic=True, backend=counter)
     for rows in sizes:
         x, dy = torch.randn(rows, 64).bfloat16(), torch.randn(rows, 32).bfloat16()
@@ -160,7 +162,7 @@ def test_a_model_in_fp32_gets_its_gradients(bias: bool) -> None:
 
 def test_equal_recipes_that_are_different_objects_do_not_recompile() -> None:
     m = duotone.convert(nn.Sequential(nn.Linear(64, 32)).bfloat16(), recipes.load("bf16"))
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = dynamo_testing.CompileCounterWithBackend("aot_eager")
     run = torch.compile(m, fullgraph=True, backend=counter)
     x = torch.randn(32, 64).bfloat16()
     outputs = []
@@ -177,7 +179,7 @@ def test_equal_recipes_that_are_different_objects_do_not_recompile() -> None:
 def test_later_models_share_the_graphs_of_regions_around_earlier_ones(kind: str) -> None:
     """Under a recipe that is not their own; Dynamo gives up after 8 graphs."""
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
+    counter = dynamo_testing.CompileCounterWithBackend("eager")
     first = duotone.convert(TwoLayers().bfloat16(), recipes.load("bf16"), ())
     x = torch.randn(32, 64).bfloat16()
     for _ in range(3):
@@ -248,7 +250,7 @@ def test_many_layers_that_keep_weights_are_a_graph_for_each_flag() -> None:
             x = layer(x, is_first_microbatch=first)
         return x
 
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = dynamo_testing.CompileCounterWithBackend("aot_eager")
     run = torch.compile(model, backend=counter, fullgraph=True)
     x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
     for first in (True, False, True):

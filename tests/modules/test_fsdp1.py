@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 import duotone
 from duotone.errors import UserError
+from later import Later
+
+fsdp = Later("torch.distributed.fsdp")
 
 
 class Readers(nn.Module):
@@ -54,10 +56,10 @@ def test_quantized_parameters_are_refused_where_it_would_take_their_memory() -> 
         return duotone.convert_parameters(duotone.convert(nn.Linear(64, 64), "mxfp8", ()), "mxfp8")
 
     with pytest.raises(UserError, match=r"^FSDP1 takes no quantized parameters [^\n]*fully_shard[^\n]*$"):
-        FullyShardedDataParallel(quantized(), use_orig_params=True, device_id=torch.device("cpu"))
+        fsdp.FullyShardedDataParallel(quantized(), use_orig_params=True, device_id=torch.device("cpu"))
     x, module = torch.randn(32, 64), quantized()
     want = module(x)
-    assert torch.equal(FullyShardedDataParallel(module, device_id=torch.device("cpu"))(x), want)
+    assert torch.equal(fsdp.FullyShardedDataParallel(module, device_id=torch.device("cpu"))(x), want)
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
@@ -72,7 +74,7 @@ def test_outputs_and_recomputes_are_those_of_the_module_alone(name: str, use_ori
     x = torch.randn(32, 1, 64, requires_grad=True)
     want = module(x)
     (dx,) = torch.autograd.grad(want.square().sum(), x)
-    sharded = FullyShardedDataParallel(
+    sharded = fsdp.FullyShardedDataParallel(
         nn.Sequential(module), use_orig_params=use_orig_params, device_id=torch.device("cpu")
     )
     apply_activation_checkpointing(sharded, check_fn=lambda part: part is module)

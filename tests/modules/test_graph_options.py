@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import recipes
 from duotone.modules.moe import Router
 from duotone.planned.saved_forwards import FORWARDS, View
+from later import Later
+
+dynamo_testing = Later("torch._dynamo.testing")
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 WIDTH, LAYERS = 32, 3
@@ -63,7 +65,7 @@ def same_as_eager(
     for parameter, twin in zip(m.parameters(), eager.parameters(), strict=True):
         for name, value in vars(parameter).items():
             setattr(twin, name, copy.deepcopy(value))
-    counter = CompileCounterWithBackend(backend)
+    counter = dynamo_testing.CompileCounterWithBackend(backend)
     for layer in m:
         layer.compile(backend=counter, fullgraph=True)
     for result, want in zip(outcomes(m, steps, after), outcomes(eager, steps, after), strict=True):

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import recipes
 from duotone.state.region import STACK
+from later import Later
+
+dynamo_testing = Later("torch._dynamo.testing")
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 WIDTH = 32
@@ -40,7 +42,7 @@ def same_as_eager(
 ) -> int:
     """Compares steps with batches of these sizes. Returns the number of graphs."""
     eager = copy.deepcopy(m)
-    counter = CompileCounterWithBackend(backend)
+    counter = dynamo_testing.CompileCounterWithBackend(backend)
     for layer in m:
         layer.compile(backend=counter, fullgraph=True)
     for count in rows:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import duotone
 from duotone import CustomRecipe, Quantizer, QuantizerRole, recipes
@@ -20,6 +19,9 @@ from duotone.recipes import Rule, RuleRecipe
 from duotone.recipes.builtin import BUILTIN
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import BOTH, Planes, Usage
+from later import Later
+
+dynamo_testing = Later("torch._dynamo.testing")
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 LAYERS = 12
@@ -63,9 +65,9 @@ def blocks(
     return duotone.convert(nn.Sequential(*[block() for _ in range(count)]).bfloat16(), recipe)
 
 
-def compile_each(m: nn.Module, backend: str = "eager") -> CompileCounterWithBackend:
+def compile_each(m: nn.Module, backend: str = "eager") -> "dynamo_testing.CompileCounterWithBackend":
     """Dynamo alone decides what shares a graph. Bits of functionalized graphs are compared in test_compile."""
-    counter = CompileCounterWithBackend(backend)
+    counter = dynamo_testing.CompileCounterWithBackend(backend)
     for block in m.children():
         block.compile(backend=counter, fullgraph=True)
     return counter
@@ -183,7 +185,7 @@ def test_a_changed_list_in_a_quantizer_of_a_users_class_counts_as_in_eager_code(
 @pytest.mark.parametrize("name", ["mxfp8", "fp8-delayed"])
 def test_models_that_follow_one_another_share_a_graph(name: str) -> None:
     """As in a notebook that makes the model again for each trial."""
-    counter = CompileCounterWithBackend("eager")
+    counter = dynamo_testing.CompileCounterWithBackend("eager")
     for _ in range(4):
         m = blocks(recipes.load(name), count=2)
         for block in m.children():
@@ -362,7 +364,7 @@ class Loop(nn.Module):
 def test_a_loop_over_compiled_blocks_compiles_once(name: str) -> None:
     m = duotone.convert(Loop(12).bfloat16(), recipes.load(name))
     eager = copy.deepcopy(m)
-    counter = CompileCounterWithBackend("eager")
+    counter = dynamo_testing.CompileCounterWithBackend("eager")
     for i, block in enumerate(m.blocks):
         m.blocks[i] = torch.compile(block, backend=counter, fullgraph=True)
     same_steps(m, eager, steps=1)
@@ -372,7 +374,7 @@ def test_a_loop_over_compiled_blocks_compiles_once(name: str) -> None:
 def test_a_whole_model_is_one_frame() -> None:
     m = duotone.convert(Loop(2).bfloat16(), recipes.load("fp8-current"))
     eager = copy.deepcopy(m)
-    counter = CompileCounterWithBackend("eager")
+    counter = dynamo_testing.CompileCounterWithBackend("eager")
     m.compile(backend=counter, fullgraph=True)
     same_steps(m, eager)
     assert counter.frame_count == 1
@@ -430,7 +432,7 @@ def test_a_whole_step_compiles_a_forward_and_a_write_and_nothing_that_rolls() ->
     compiled = blocks(recipe, count=2)
     duotone.convert_parameters(compiled, recipe)
     eager = copy.deepcopy(compiled)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = dynamo_testing.CompileCounterWithBackend("aot_eager")
 
     inputs = torch.randn(3, 32, WIDTH).bfloat16()
 
@@ -468,7 +470,7 @@ def test_a_graph_that_writes_a_weight_serves_no_other_weight() -> None:
         with torch.no_grad():
             weight.mul_(1.5)
 
-    counter = CompileCounterWithBackend("eager")
+    counter = dynamo_testing.CompileCounterWithBackend("eager")
     compiled = torch.compile(write, backend=counter, fullgraph=True)
     for block, twin in zip(m.children(), eager.children(), strict=True):
         compiled(block.up.weight)
@@ -490,7 +492,7 @@ def test_layers_of_other_sizes_or_options_get_graphs_of_their_own() -> None:
 def test_recipes_that_are_built_anew_for_each_step_share_graphs() -> None:
     """Nobody holds the recipe of a region that ended, and a new one must find the graph of its equal."""
     model = duotone.convert(nn.Sequential(nn.Linear(64, 32)), "bf16")
-    counter = CompileCounterWithBackend("eager")
+    counter = dynamo_testing.CompileCounterWithBackend("eager")
     run = torch.compile(model, fullgraph=True, backend=counter)
     for _ in range(3):
         for name in ("mxfp8-fwd-nvfp4-bwd", "mxfp8"):
@@ -504,7 +506,7 @@ def test_recipes_that_are_built_anew_for_each_step_share_graphs() -> None:
 def test_a_deep_copy_shares_the_graph(recipe: str) -> None:
     """Copies of a block, and averages of weights, are made so."""
     m = duotone.convert(nn.Sequential(nn.Linear(56, 88)), recipe)
-    counter = CompileCounterWithBackend("eager")
+    counter = dynamo_testing.CompileCounterWithBackend("eager")
     for each in (m, copy.deepcopy(m), copy.deepcopy(m)):
         torch.compile(each, backend=counter, fullgraph=True)(torch.randn(8, 56)).sum().backward()
     assert counter.frame_count == 1
@@ -525,7 +527,7 @@ def test_models_share_a_graph_after_those_before_are_gone() -> None:
     def graphs(recipe: str) -> int:
         torch.compiler.reset()
         gc.collect()
-        counter, models = CompileCounterWithBackend("eager"), []
+        counter, models = dynamo_testing.CompileCounterWithBackend("eager"), []
         for _ in range(3):
             models.append(duotone.convert(OneLinear(), recipe))
             torch.compile(models[-1], backend=counter, fullgraph=True)(torch.randn(8, 56)).sum().backward()

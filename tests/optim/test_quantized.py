@@ -6,7 +6,6 @@ import pytest
 import torch
 from optim_cases import QUANTIZERS, RATES, pair, parts, random_parameter, same_bits
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import duotone
 from duotone import recipes
@@ -15,6 +14,9 @@ from duotone.optim import AdamW
 from duotone.recipes import NVFP4BlockScaling
 from duotone.tensor import QuantizeContext, Usage
 from duotone.tensor.context import Slot
+from later import Later
+
+dynamo_testing = Later("torch._dynamo.testing")
 
 every_quantizer = pytest.mark.parametrize("q", QUANTIZERS.values(), ids=QUANTIZERS.keys())
 
@@ -298,7 +300,7 @@ def test_one_graph_serves_all_steps_without_masters() -> None:
     A weight cache marks each step, and no graph may depend on how many it has marked.
     """
     STEPS.register()
-    counter, values = CompileCounterWithBackend("aot_eager"), []
+    counter, values = dynamo_testing.CompileCounterWithBackend("aot_eager"), []
     for kind in (torch.optim.AdamW, AdamW):
         torch.manual_seed(5)
         parameters = [nn.Parameter(torch.randn(shape)) for shape in ((8, 8), (8,))]
@@ -333,7 +335,7 @@ def test_a_compiled_step_counts_from_the_first_gradient_of_each_parameter(late: 
 
 def test_a_compiled_step_that_writes_masters_has_the_bits_of_eager() -> None:
     """A graph would hold the numbers of one step, so such a step runs outside of graphs and compiles nothing again."""
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = dynamo_testing.CompileCounterWithBackend("aot_eager")
     values = []
     for compiles in (False, True):
         torch.manual_seed(5)

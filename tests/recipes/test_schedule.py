@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import duotone
 from duotone import recipes
 from duotone.errors import RecipeError, UserError
 from duotone.recipes import CustomRecipe, Phase, Schedule
+from later import Later
+
+dynamo_testing = Later("torch._dynamo.testing")
 
 MXFP8, BF16, NVFP4 = (recipes.load(name) for name in ("mxfp8", "bf16", "nvfp4"))
 
@@ -214,7 +216,7 @@ def test_compiled_code_is_compiled_once_per_phase_and_gives_the_bits_of_eager():
         torch.manual_seed(5)
         model = nn.Sequential(nn.Linear(32, 32)).bfloat16()
         duotone.convert(model, schedule.at(0))
-        counter = CompileCounterWithBackend("aot_eager")
+        counter = dynamo_testing.CompileCounterWithBackend("aot_eager")
         call = torch.compile(model, backend=counter, fullgraph=True) if compiled else model
         results = []
         for step in range(6):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import duotone
@@ -20,6 +19,9 @@ from duotone.errors import UserError
 from duotone.recipes import DelayedScaling
 from duotone.state.autocast_context import active_recipe
 from duotone.state.parameters import construction
+from later import Later
+
+dynamo_testing = Later("torch._dynamo.testing")
 
 E4, E5 = (recipes.Float8CurrentScaling(fp8_format=element) for element in ("E4M3", "E5M2"))
 FP8, MX, NV = (recipes.load(name) for name in ("fp8-current", "mxfp8", "nvfp4"))
@@ -272,9 +274,9 @@ def test_a_region_that_another_thread_ends_has_ended() -> None:
 
 
 @pytest.fixture
-def compiled() -> tuple[Any, nn.Module, CompileCounterWithBackend]:
+def compiled() -> tuple[Any, nn.Module, dynamo_testing.CompileCounterWithBackend]:
     m = duotone.convert(nn.Linear(64, 64, bias=False), recipes.load("bf16"), ())
-    counter = CompileCounterWithBackend("eager")
+    counter = dynamo_testing.CompileCounterWithBackend("eager")
     return torch.compile(m, fullgraph=True, backend=counter), m, counter
 
 

@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 from tensor_cases import BOTH, COLUMN, QUANTIZERS, ROW, get, pair, same, same_bits
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from duotone.compat.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer
 from duotone.tensor import History, QuantizeContext, QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL
 from duotone.tensor.plane import Planes, Usage
+from later import Later
+
+dynamo_testing = Later("torch._dynamo.testing")
 
 X = torch.randn(48, 80, generator=torch.Generator().manual_seed(4))
 
@@ -83,7 +85,7 @@ class Clipping(Quantizer):
 def test_a_compiled_write_takes_the_quantizer_of_its_tensor() -> None:
     """Two tensors whose quantizers differ in what their `==` leaves out are not written by one graph."""
     mxfp8 = get("mxfp8_e4m3")
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = dynamo_testing.CompileCounterWithBackend("aot_eager")
     write = torch.compile(lambda t, x: t.copy_(x), fullgraph=True, backend=counter)
     for limits in ([1.0], [0.25], {0: 1.0}, {0: 0.25}, [1.0]):
         for _ in range(2):
