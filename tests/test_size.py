@@ -12,7 +12,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 NEIGHBOURS = {"compat", "serving", "integrations"}
 TOOLS = {"lab", "report", "cli"}
-MOST = {"library": 17_810, "neighbours": 2_916, "tools": 3_684}
+MOST = {"library": 17_825, "neighbours": 2_916, "tools": 3_684}
 
 
 def code_lines(source: str) -> int:

@@ -16,6 +16,7 @@ from duotone.errors import MissingPlaneError, RecipeError, UserError
 from duotone.formats import get
 from duotone.recipes import CustomRecipe, DelayedScaling, HighPrecision, QuantizerRole
 from duotone.tensor import History, QuantizedTensor, Quantizer
+from interrupting import interrupt
 
 WEIGHT = QuantizerRole("linear", "weight")
 ALL = [name for name in recipes.names() if recipes.load(name)(WEIGHT) != Quantizer()]
@@ -663,3 +664,20 @@ def test_under_torch_autocast_a_quantized_weight_multiplies_in_its_dtype(name: s
         assert all(p.grad.dtype == dtype for p in (x, *m.parameters()))
         results.append([y, *(p.grad.bfloat16() for p in (x, *m.parameters()))])
     assert all(torch.equal(*both) for both in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8-delayed"])
+def test_an_interrupted_cast_keeps_all_parameters(name: str) -> None:
+    """A weight was missing in what was saved then, and no cast brought it back."""
+
+    def build() -> nn.Module:
+        m = duotone.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), name, rules=())
+        return duotone.convert_parameters(m, name)
+
+    whole = build()
+    names = list(whole.state_dict())
+    for at in range(1, interrupt(lambda: whole.to(torch.bfloat16), 0) + 1):
+        m = build()
+        interrupt(lambda m=m: m.to(torch.bfloat16), at)
+        assert list(m.state_dict()) == names, at
+        assert m.to(torch.bfloat16)(torch.randn(32, 64).bfloat16()).dtype == torch.bfloat16

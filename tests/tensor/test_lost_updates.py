@@ -67,6 +67,18 @@ def test_an_average_of_what_it_holds_does_not_grow(recipe: str, decay: float) ->
     assert (average.dequantize().norm() / weight.dequantize().norm() - 1).abs() < 0.03
 
 
+@pytest.mark.parametrize("loads", range(5))
+def test_an_average_of_two_operations_warns_after_any_number_of_loads(loads: int) -> None:
+    """Each load counts as a write. One operation of the pair loses nothing, and was the only one looked at."""
+    m = model("fp8-current")
+    for _ in range(loads):
+        m.load_state_dict(copy.deepcopy(m.state_dict()))
+    average, weight = m[0].weight.detach(), m[0].weight.dequantize() + 0.05 * torch.randn(64, 64)
+    with pytest.warns(UserWarning, match=LOST):
+        for _ in range(9):
+            added(average, weight, 0.999)
+
+
 def test_an_averaged_model_warns() -> None:
     average = AveragedModel(model(), multi_avg_fn=get_ema_multi_avg_fn(0.99))
     average.update_parameters(model())

@@ -211,15 +211,14 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         """Like nn.Module. Quantized parameters change only device and nominal dtype. A seed on meta starts again."""
         seed = self._buffers.get(seeds.BUFFER)
         shards = {name: shard_of(p) for name, p in self._parameters.items() if is_distributed(p)}
-        quantized = {name: p for name, p in self._parameters.items() if isinstance(p, QuantizedTensor)}
-        for parameter in quantized.values():
-            moved(parameter, fn)
-        for name in quantized:
-            self._parameters[name] = None
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            self._parameters.update(quantized)
+        for parameter in self._parameters.values():
+            if isinstance(parameter, QuantizedTensor):
+                moved(parameter, fn)
+        rest = nn.Module()  # takes the others along, so that an interrupt finds each parameter in its place
+        rest._parameters = {name: p for name, p in self._parameters.items() if not isinstance(p, QuantizedTensor)}
+        rest._buffers, rest._modules = self._buffers, self._modules
+        rest._apply(fn, recurse)
+        self._parameters.update(rest._parameters)
         for name, shard in shards.items():
             stay_quantized(self._parameters[name], shard)  # type: ignore[arg-type]
         fresh = self._buffers.get(seeds.BUFFER)

@@ -78,7 +78,8 @@ class Region:
 
     is_open = True
     is_void = False
-    """Whether another thread or task left the region than the one that entered it. No call follows a void region."""
+    """Whether another thread or task left the region than the one that entered it, or an interrupt broke its entry or
+    exit. No call follows a void region."""
 
     in_capture = False
     """Whether it was entered during the capture of a CUDA graph."""
@@ -213,7 +214,7 @@ class Stack(types.ModuleType, Generic[R]):
         if region.token is not None:
             try:
                 self.variable.reset(region.token)
-            except ValueError:  # another context entered it, and its stack cannot be reached from here
+            except (ValueError, RuntimeError):  # another context entered it, out of reach; or it is reset
                 region.is_void = True
         self.variable.set(regions)
 
@@ -256,20 +257,35 @@ class RegionManager(Generic[R]):
         region = self.region_type(*self._options)
         if torch.compiler.is_dynamo_compiling():
             write_in_trace(self._write, region, (*self.stack.regions, region))
-        else:
+            return self
+        try:
             self._region = region
             self.stack.enter(region)
-        return self
+            return self
+        except BaseException:  # Ctrl-C: the block does not begin, so nothing else would end the region
+            self._abandon(region)
+            raise
 
     def __exit__(self, *exception: object) -> None:
-        region = self._region
-        assert region is not None
-        if torch.compiler.is_dynamo_compiling():
-            write_in_trace(self._write, None, without(self.stack.regions, region))
-        else:
-            self._region = None
-            self.stack.leave(region)
+        try:
+            region = self._region
+            assert region is not None
+            if torch.compiler.is_dynamo_compiling():
+                write_in_trace(self._write, None, without(self.stack.regions, region))
+            else:
+                self.stack.leave(region)
+                self._region = None
+        except BaseException:  # Ctrl-C
+            if self._region is not None:
+                self._abandon(self._region)
+            raise
         self.end(region, failed=exception[0] is not None)
+
+    def _abandon(self, region: R) -> None:
+        """End a region whose entry or exit was interrupted."""
+        region.is_void = True
+        self._region = None
+        self.stack.leave(region)
 
     def _write(self, region: R | None, regions: tuple[R, ...]) -> None:
         self._region, self.stack.regions = region, regions

@@ -13,15 +13,17 @@ from duotone.tensor.plane_tensor import Decodable
 def values_before(t: Decodable) -> Tensor | None:
     """Return the values of `t` in fp32 before an operation writes it, if this write is one to look at, else None.
 
-    Writes number 1, 2, 3, 5, 9 and so on are, because a look waits for the device. Values that are traced, captured or on
-    meta cannot be looked at. Formats that round stochastically follow small moves on average.
+    The first writes are, and then pairs that become rare, because a look waits for the device. Of a pair as `mul_` and
+    `add_` one alone may lose its move. Values that are traced, captured or on meta cannot be looked at. Formats that
+    round stochastically follow small moves on average.
     """
     if t.is_inference() or t.is_meta or is_capturing():
         return None
     whole = t.whole
     rounds = all(fmt is None or (fmt is not IDENTITY and not fmt.is_stochastic) for fmt in whole.formats)
+    is_sampled = (t._version >> 2).bit_count() <= 1  # an operation raises the version by two, a copy by one
     is_real = all(type(part) is Tensor for part in whole.parts)
-    return t.values(torch.float32) if rounds and is_real and t._version.bit_count() <= 1 else None
+    return t.values(torch.float32) if rounds and is_real and is_sampled else None
 
 
 LOST = 0.2
