@@ -10,9 +10,9 @@ import click
 
 from bench.subjects.catalog import SUBJECTS
 from bench.timing.case import DEFAULT_RECIPES, Subject, written
-from duotone.cli.command_options import ListOption
-from duotone.cli.interrupt import Interrupt
 from duotone.errors import UserError
+from duotone_lab.cli.command_options import ListOption
+from duotone_lab.cli.interrupt import Interrupt
 
 if TYPE_CHECKING:
     from bench.timing.case import Case, Settings
@@ -189,7 +189,7 @@ def _settings(names: tuple[str, ...], device: str | None, typed: dict[str, Any])
 
     from bench.timing.case import Settings
     from duotone import recipes as library
-    from duotone.lab.trainer import require_device
+    from duotone_lab.training.trainer import require_device
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     require_device(device)
@@ -202,7 +202,7 @@ def _settings(names: tuple[str, ...], device: str | None, typed: dict[str, Any])
 
 def print_records(case: "Case", records: list["Record"], device: str) -> None:
     """The records of one case as a table; columns that no record fills are left out."""
-    from duotone.cli.table import print_table
+    from duotone_lab.cli.table import print_table
 
     columns: dict[str, Callable[[Record], str]] = {
         "candidate": lambda r: r.candidate,

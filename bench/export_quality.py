@@ -20,10 +20,10 @@ from torch import Tensor, nn
 import duotone
 from bench.timing.records import emit
 from duotone.formats.elements import E2M1
-from duotone.lab import data, presets
-from duotone.lab.config import TrainConfig
-from duotone.lab.trainer import Trainer
 from duotone.serving.folder import open_files
+from duotone_lab.training import data, presets
+from duotone_lab.training.config import TrainConfig
+from duotone_lab.training.trainer import Trainer
 
 STEPS = 400
 RECIPES = ("bf16", "fp8-current", "mxfp8")

@@ -36,8 +36,8 @@ import duotone
 from bench.subjects import layer
 from bench.subjects.train import HEAD_WIDTH, LEARNING_RATE, Decoder, compile_between, compile_blocks
 from duotone import recipes
-from duotone.lab.presets import ModelConfig
-from duotone.observe.wire import Wire
+from duotone_lab.memory.wire import Wire
+from duotone_lab.training.presets import ModelConfig
 
 FORMS = ("plain", "gathered", "quantized", "masterless")
 """Weights that travel in bf16, that each rank encodes for a gather, and that are quantized parameters: with moments and

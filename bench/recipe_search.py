@@ -16,8 +16,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from bench.timing.records import emit
-from duotone.cli.main import run
-from duotone.lab.ranking import margin
+from duotone_lab.cli.main import run
+from duotone_lab.training.ranking import margin
 
 QUESTION = "duotone search on the demo model"
 BUDGET, SIZE, SEEDS = "speed=1.3", "4096x8192", "3"

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import duotone
 from duotone.distributed import latest, load, save
-from duotone.observe.wire import Wire
+from duotone_lab.memory.wire import Wire
 
 STEPS, EVERY = 20, 5
 

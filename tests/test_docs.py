@@ -170,7 +170,7 @@ def test_sentences_are_short(page: Path) -> None:
 
 
 CITING = [*PAGES, ROOT / "bench" / "NOTES.md"]
-FOLDERS = ("", "src/duotone", "docs")
+FOLDERS = ("", "src", "src/duotone", "docs")
 """Where the paths of pages begin. A record of measurements is cited by the end of its name."""
 RECORDS = [path.name for path in (ROOT / "bench" / "results").iterdir()]
 
@@ -203,9 +203,12 @@ def exists(name: str) -> bool:
 @pytest.mark.parametrize("page", CITING, ids=lambda p: p.name)
 def test_what_a_page_cites_exists(page: Path) -> None:
     """Files of this repository, and names of the library."""
-    rooms = {path.name for path in (ROOT / "src" / "duotone").iterdir()} | {"src", "tests", "bench", "docs", "examples"}
+    rooms = {path.name for package in ("duotone", "duotone_lab") for path in (ROOT / "src" / package).iterdir()}
+    rooms |= {"duotone_lab", "src", "tests", "bench", "docs", "examples"}
     paths = [path for path in cited(page, r"[\w.-]+(/[\w.-]+)+/?") if path.split("/")[0] in rooms]
     assert not [path for path in paths if not any((ROOT / folder / path).exists() for folder in FOLDERS)]
     records = cited(page, r"[\w-]+\.(txt|jsonl)") if page.name in ("NOTES.md", "hopper.md") else []
     assert not [name for name in records if not any(record.endswith(name) for record in RECORDS)]
-    assert not [name for name in cited(page, r"duotone(?!\.json)(\.\w+)+(\(.*\))?") if not exists(name.split("(")[0])]
+    assert not [
+        name for name in cited(page, r"duotone(_lab)?(?!\.json)(\.\w+)+(\(.*\))?") if not exists(name.split("(")[0])
+    ]

@@ -13,8 +13,8 @@ from torch import nn
 
 import duotone
 from duotone import observe
-from duotone.cli import main
 from duotone.errors import path_errors
+from duotone_lab.cli import main
 
 
 def refused_paths(folder: Path) -> dict[str, Path]:

@@ -20,7 +20,7 @@ from duotone.kernels.launch import Kernel, Launch
 from duotone.linear.plane_source import STEPS
 from duotone.planned.same_recipes import WRAPPED
 
-ROOT = Path(duotone.__file__).parent
+ROOT = Path(duotone.__file__).parents[1]
 
 PURE = "remembers results of a pure function of its arguments"
 LAUNCH = "remembers the launch of a kernel for each set of its constants"
@@ -78,8 +78,8 @@ ALLOWED = {
     "recipes.recipe._IN_GRAPHS": GRAPHS,
     "recipes.recipe._RECIPES": GRAPHS,
     "observe.candidates.recipe_of": PURE,
-    "report.page._environment": PURE,
-    "report.spread._powers_of": PURE,
+    "lab.report.page._environment": PURE,
+    "lab.report.spread._powers_of": PURE,
     "state.frames.FORWARD": "whether the forward that runs in this thread is that of another autograd.Function",
     "state.delayed.STATES": GRAPHS,
     "state.delayed_slot.TRACED": "states whose number a graph holds, which serves no other state",
@@ -103,7 +103,7 @@ ALLOWED = {
     "tensor.quantized.OPS": REGISTRY,
     "tensor.quantizer.TRACED": GRAPHS,
 }
-"""`room.file.name`: the reason."""
+"""`room.file.name`: the reason. Rooms of `duotone_lab` begin with "lab."."""
 
 ROOMS = ("kernels.",)
 """Each file of kernels remembers launches by their constants, and what cuBLAS answered."""
@@ -116,13 +116,13 @@ OPTIONAL = ("accelerate", "lightning", "torchtitan")
 
 
 def modules() -> Iterator[tuple[str, types.ModuleType, ast.Module]]:
-    for path in sorted(ROOT.rglob("*.py")):
-        room = path.relative_to(ROOT).parts[0]
+    for path in sorted(ROOT.glob("duotone*/**/*.py")):
+        room = path.relative_to(ROOT).parts[1]
         absent = room == "integrations" and path.stem in OPTIONAL and find_spec(path.stem) is None
-        if absent or room in ("lab", "cli", "__main__.py"):
+        if absent or room in ("training", "cli", "__main__.py"):
             continue
-        name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix("__init__").rstrip(".")
-        yield name, importlib.import_module(f"duotone.{name}".rstrip(".")), ast.parse(path.read_text())
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        yield name.removeprefix("duotone").lstrip("._"), importlib.import_module(name), ast.parse(path.read_text())
 
 
 def defined(tree: ast.Module) -> set[str]:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import duotone
+import duotone_lab
 from duotone import formats, observe, ops, optim, recipes
 from duotone.comm import ShardContext
 from duotone.linear import LinearPlan
@@ -62,7 +63,7 @@ def values() -> dict[str, object]:
         "plan": duotone.plan(model),
         "row": duotone.plan(model)[0],
         "difference": duotone.plan(model).diff(duotone.plan(model, "nvfp4")),
-        "ledger": observe.ledger(model, lambda: model(torch.randn(4, 32)).sum()),
+        "ledger": duotone_lab.ledger(model, lambda: model(torch.randn(4, 32)).sum()),
         "optimizer": optim.AdamW(model.parameters()),
         "layer": duotone.TransformerLayer(32, 32, 2),
         "experts": duotone.MoE(32, 32, 2),

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import duotone
 
-ROOT = Path(duotone.__file__).parent
+ROOT = Path(duotone.__file__).parents[1]
 ORDER = (
     "errors text numbered allocate capture graph_ops formats kernels comm dispatch tensor recipes state "
     "pipeline linear planned ops modules attention optim conversion observe distributed compat serving "
-    "integrations lab report cli __init__ __main__"
+    "integrations __init__ lab.memory lab.training lab.report lab.cli lab.__init__ __main__"
 ).split()
-FILES = sorted(ROOT.rglob("*.py"))
-TOOLS = {"lab", "report", "cli", "integrations"}
-LIBRARY = [path for path in FILES if path.relative_to(ROOT).parts[0] not in TOOLS | {"__main__.py"}]
+FILES = sorted(ROOT.glob("duotone*/**/*.py"))
 EXTRAS = {"click", "jinja2", "markupsafe", "mpmath", "numpy", "rich", "safetensors", "scipy", "transformers"}
 MOST_MODULES = 300
 """Imported by `import duotone` after torch, its own files included: what decides how long that takes."""
@@ -25,8 +23,19 @@ CONCRETE_FORMATS = {"ScaledFormat", "Identity", "Fp32Scale", "E8M0Scale", "TwoLe
 
 
 def room(path: Path) -> str:
-    """The folder, or the module, of the package that a file belongs to."""
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+    """Name the folder, or the module, that a file belongs to. Those of `duotone_lab` begin with "lab."."""
+    return room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+
+
+def room_of(module: str) -> str:
+    """Name the room of a module of the two packages; "" for `duotone` itself and for other packages."""
+    package, *inner = module.split(".")
+    if package == "duotone_lab":
+        return f"lab.{inner[0] if inner else '__init__'}"
+    return inner[0] if package == "duotone" and inner else ""
+
+
+LIBRARY = [path for path in FILES if room(path) not in ("integrations", "__main__") and "lab." not in room(path)]
 
 
 @functools.cache
@@ -46,9 +55,7 @@ def imports(path: Path) -> set[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module] if node.module != "duotone" else [f"duotone.{alias.name}" for alias in node.names]
-        for name in names:
-            if name.startswith("duotone."):
-                rooms.add(name.split(".")[1])
+        rooms |= {room_of(name) for name in names} - {""}
     return rooms
 
 
@@ -62,8 +69,16 @@ def test_the_library_needs_neither_the_tools_nor_their_packages() -> None:
     for path in LIBRARY:
         packages = {alias.name for node in nodes(path) if isinstance(node, ast.Import) for alias in node.names}
         packages |= {node.module for node in nodes(path) if isinstance(node, ast.ImportFrom) and node.module}
-        assert not imports(path) & TOOLS, path
+        assert "integrations" not in imports(path), path
         assert not {name.split(".")[0] for name in packages} & EXTRAS, path
+
+
+def test_only_the_command_starts_the_tools() -> None:
+    """Neither an import nor the name of a module in a string leads from the library or its neighbours to them."""
+    for path in (path for path in FILES if "lab." not in room(path) and room(path) != "__main__"):
+        assert not any("lab." in name for name in imports(path)), path
+        texts = [node.value for node in nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        assert not [text for text in texts if text.startswith("duotone_lab")], path
 
 
 def test_every_room_has_its_place_in_the_order() -> None:
@@ -81,7 +96,7 @@ def test_no_environment_variable_is_read() -> None:
     `compat.te` take the defaults that Transformer Engine reads."""
     readers = [path.relative_to(ROOT) for path in FILES if attributes(path) & {"environ", "getenv"}]
     te = Path("compat/transformer_engine/environment.py")
-    assert readers == [te, Path("dispatch/compiler.py"), Path("lab/parallel.py")]
+    assert readers == ["duotone" / te, Path("duotone/dispatch/compiler.py"), Path("duotone_lab/training/parallel.py")]
 
 
 def test_files_and_functions_stay_small() -> None:
@@ -99,7 +114,7 @@ before = len(sys.modules)
 import duotone
 loaded = len(sys.modules) - before
 heavy = {"triton", "torch._inductor", "click", "rich", "jinja2", "safetensors"}
-heavy |= {"duotone.lab", "duotone.cli", "duotone.report", "duotone.integrations"}
+heavy |= {"duotone_lab", "duotone.integrations"}
 print(sorted(heavy & set(sys.modules)))
 assert not torch.cuda.is_initialized()
 assert loaded < MODULES, loaded

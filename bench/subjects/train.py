@@ -12,9 +12,9 @@ import duotone
 from bench.subjects import head, layer
 from bench.timing.case import Candidate, Case, Settings, Shape, Subject, Work, require_multiple, written
 from bench.timing.duel import clock_for
-from duotone.lab.model import GPT
-from duotone.lab.presets import ModelConfig
 from duotone.recipes import Recipe
+from duotone_lab.training.model import GPT
+from duotone_lab.training.presets import ModelConfig
 
 BASE = "torch bf16, blocks compiled"
 HEAD_WIDTH = 128

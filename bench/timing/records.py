@@ -14,7 +14,7 @@ from bench.timing.appending import append_lines
 from bench.timing.case import Candidate, Case, Work
 from bench.timing.duel import Pace, Timing, duel, failure
 from duotone.errors import UserError
-from duotone.lab import files
+from duotone_lab.training import files
 
 DIGITS = 5
 RECOMPILES = 256

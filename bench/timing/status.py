@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from duotone.cli.run_display import Meter, PlainProgress
+from duotone_lab.cli.run_display import Meter, PlainProgress
 
 
 class StatusLines(PlainProgress):

@@ -14,9 +14,10 @@ MODULES = {
     "duotone": "What training code calls. Formats, recipes, statistics, ops and the optimizer have pages of their own.",
     "duotone.formats": "How a matrix is stored in fewer bits.",
     "duotone.recipes": "Which format each tensor gets.",
-    "duotone.observe": "What quantization loses, and what memory it holds.",
+    "duotone.observe": "What quantization loses.",
     "duotone.ops": "Operations that run as one pipeline in `ops.Sequential`.",
     "duotone.optim": "The optimizer of quantized parameters.",
+    "duotone_lab": "What memory a model holds. The command line has [its page](../command-line.md).",
     "duotone.compat.te": "Scripts for [Transformer Engine](../from-te.md).",
     "duotone.compat.torchao": "Scripts for [torchao](../from-torchao.md).",
     "duotone.integrations.transformers": "What surrounds models of transformers, which has to be installed.",
@@ -32,9 +33,10 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 def names(module: str) -> list[str]:
     """The public names of a module that get an entry on its page: all but modules and aliases of types."""
-    public = vars(importlib.import_module(module))
-    chosen = public.get("__all__") or [n for n, value in public.items() if getattr(value, "__module__", "") == module]
-    values = {n: public[n] for n in chosen if not n.startswith("_") and not isinstance(public[n], types.ModuleType)}
+    source = importlib.import_module(module)
+    own = [name for name, value in vars(source).items() if getattr(value, "__module__", "") == module]
+    public = {name: getattr(source, name) for name in getattr(source, "__all__", own) if not name.startswith("_")}
+    values = {name: value for name, value in public.items() if not isinstance(value, types.ModuleType)}
     return sorted((n for n, value in values.items() if typing.get_origin(value) is None), key=str.lower)
 
 

@@ -8,7 +8,7 @@ PACKAGES = ("click", "jinja2", "mpmath", "numpy", "rich", "safetensors")
 def main() -> None:
     """Run the command line, or exit with one line that names the packages it needs."""
     try:
-        from duotone.cli.main import main as run
+        from duotone_lab.cli.main import main as run
     except ModuleNotFoundError as error:
         if error.name not in PACKAGES:
             raise

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.subjects import head
-from duotone.observe.storages import LiveStorages, total_bytes
+from duotone_lab.memory.storages import LiveStorages, total_bytes
 
 TOKENS, WIDTH, VOCABULARY = 40, 24, 96
 

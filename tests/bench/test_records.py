@@ -186,7 +186,7 @@ def test_measuring_needs_no_display_code():
     code = """
 import sys
 import bench.subjects.catalog, bench.timing.records
-print(sorted({"click", "rich", "duotone.cli"} & set(sys.modules)))
+print(sorted({"click", "rich", "duotone_lab.cli"} & set(sys.modules)))
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert process.stdout.strip() == "[]"

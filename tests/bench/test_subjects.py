@@ -9,7 +9,7 @@ from bench.subjects.catalog import SUBJECTS
 from bench.timing.case import DEFAULT_RECIPES, Settings, require_multiple
 from duotone import recipes
 from duotone.errors import UserError
-from duotone.lab.model import GPT
+from duotone_lab.training.model import GPT
 
 HIGH = recipes.load("bf16")
 CPU = Settings("cpu", (HIGH,), sequence=16, vocabulary=64)

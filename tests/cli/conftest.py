@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from duotone.cli.main import run
+from duotone_lab.cli.main import run
 
 PROGRESS = re.compile(r" \(\d+:\d\d\)$", re.M)
 """How a line of progress ends; a busy machine shows some."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter
 
-from duotone.cli.main import main
 from duotone.dispatch import stages
-from duotone.lab.parallel import ParallelTrainer
+from duotone_lab.cli.main import main
+from duotone_lab.training.parallel import ParallelTrainer
 
 step, write = ParallelTrainer.step, FileSystemWriter.write_data
 IS_LAST = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)

@@ -220,7 +220,7 @@ def test_a_second_ctrl_c_stops_at_once(duotone, monkeypatch):
 
 
 def test_outside_of_a_clone_it_says_where_the_benches_are(monkeypatch, refused, tmp_path):
-    monkeypatch.setattr("duotone.cli.bench_command.CLONE", tmp_path)
+    monkeypatch.setattr("duotone_lab.cli.bench_command.CLONE", tmp_path)
     assert "clone the repository of Duotone and run `duotone bench` there" in refused("bench", "linear")
 
 

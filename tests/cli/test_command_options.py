@@ -1,7 +1,7 @@
 import click
 import pytest
 
-from duotone.cli.command_options import ListCommand, ListOption, spread
+from duotone_lab.cli.command_options import ListCommand, ListOption, spread
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from duotone.lab import data, files
-from duotone.lab.trainer import Trainer
+from duotone_lab.training import data, files
+from duotone_lab.training.trainer import Trainer
 
 TINY = ["compare", "--preset", "tiny", "--steps", "3"]
 

@@ -44,7 +44,7 @@ def good(duotone_run):
 
 @pytest.fixture(scope="module")
 def duotone_run(tmp_path_factory):
-    from duotone.cli.main import run
+    from duotone_lab.cli.main import run
 
     folder = tmp_path_factory.mktemp("compared")
     (folder / "text").write_text("planes and formats " * 500)

@@ -8,8 +8,8 @@ import safetensors.torch
 import torch
 
 import duotone as library
-from duotone.cli import export_command, main
-from duotone.lab import checkpoint
+from duotone_lab.cli import export_command, main
+from duotone_lab.training import checkpoint
 
 
 @pytest.fixture(scope="module")

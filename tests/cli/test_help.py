@@ -4,7 +4,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from duotone.cli.main import cli
+from duotone_lab.cli.main import cli
 
 RECORD = Path(__file__).parent / "help.txt"
 COMMANDS = (

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from duotone.cli.interrupt import Interrupt
+from duotone_lab.cli.interrupt import Interrupt
 
 
 def test_the_first_signal_asks_and_the_second_interrupts(capfd):
@@ -51,7 +51,7 @@ def test_a_signal_that_was_ignored_stays_so():
 HUNG_UP = """
 import fcntl, sys, termios, time
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-from duotone.cli.interrupt import Interrupt
+from duotone_lab.cli.interrupt import Interrupt
 with Interrupt() as interrupt:
     print("ready", flush=True)
     while not interrupt():

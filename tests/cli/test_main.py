@@ -4,7 +4,7 @@ import sys
 import pytest
 
 import duotone as library
-from duotone.cli import main
+from duotone_lab.cli import main
 
 
 def test_the_version_and_the_help(duotone):
@@ -51,9 +51,10 @@ def test_ctrl_c_outside_a_run_ends_with_130(duotone, monkeypatch):
 def test_the_installed_command_needs_no_display_code_to_help():
     code = """
 import sys
-from duotone.cli.main import run
+from duotone_lab.cli.main import run
 assert run(["compare", "--help"]) == 0
-print(sorted({"rich", "jinja2", "safetensors", "numpy.random", "duotone.report", "torch._inductor"} & set(sys.modules)))
+absent = {"rich", "jinja2", "safetensors", "numpy.random", "duotone_lab.report", "torch._inductor"}
+print(sorted(absent & set(sys.modules)))
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert process.stdout.splitlines()[-1] == "[]"

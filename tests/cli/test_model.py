@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from duotone.lab import checkpoint
+from duotone_lab.training import checkpoint
 
 LLAMA = "hf:LlamaForCausalLM"
 TINY = ["--preset", "tiny", "--steps", "2"]

@@ -15,10 +15,10 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from bench import ranks
-from duotone.cli import runs
-from duotone.cli.main import cli
-from duotone.lab import presets, texts
-from duotone.lab.presets import ModelConfig, Preset
+from duotone_lab.cli import runs
+from duotone_lab.cli.main import cli
+from duotone_lab.training import presets, texts
+from duotone_lab.training.presets import ModelConfig, Preset
 
 ROOT = Path(__file__).parents[2]
 PAGES = {

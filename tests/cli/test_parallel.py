@@ -7,9 +7,9 @@ import pytest
 from launching import torchrun
 
 from duotone.errors import UserError
-from duotone.lab import presets
-from duotone.lab.forecast import Parallel
-from duotone.lab.models import parameter_count
+from duotone_lab.training import presets
+from duotone_lab.training.forecast import Parallel
+from duotone_lab.training.models import parameter_count
 
 LOSES_A_RANK = Path(__file__).with_name("losing_a_rank.py")
 
@@ -27,14 +27,14 @@ def test_other_axes_are_one_line(text: str) -> None:
 
 
 def test_a_process_that_torchrun_did_not_start_says_how_to_start_it() -> None:
-    from duotone.cli.main import run
+    from duotone_lab.cli.main import run
 
     assert run(["train", "--parallel", "fsdp=2", "--preset", "tiny"]) == 2
 
 
 def test_a_plan_predicts_what_each_rank_holds_and_sends(capsys: pytest.CaptureFixture[str]) -> None:
     """tests/distributed/trainer_worker.py compares predictions with counts. Here: FSDP2 alone in bf16, by hand."""
-    from duotone.cli.main import run
+    from duotone_lab.cli.main import run
 
     assert run(["plan", "--preset", "tiny", "--recipe", "bf16", "--parallel", "fsdp=4"]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
@@ -45,7 +45,7 @@ def test_a_plan_predicts_what_each_rank_holds_and_sends(capsys: pytest.CaptureFi
 
 def test_a_plan_says_which_weights_travel_in_high_precision(capsys: pytest.CaptureFixture[str]) -> None:
     """Delayed scales do not keep weights from travelling as codes; a cut by tensor parallelism does."""
-    from duotone.cli.main import run
+    from duotone_lab.cli.main import run
 
     lines: list[str] = []
     for parallel in ("fsdp=4", "fsdp=2,tp=2"):

@@ -10,7 +10,7 @@ TINY = ["compare", "--preset", "tiny", "--steps", "2"]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Comparisons of one model that differ in learning rate or in steps and seeds, and one of another model."""
-    from duotone.cli.main import run
+    from duotone_lab.cli.main import run
 
     root = tmp_path_factory.mktemp("results")
     text = root / "words.txt"

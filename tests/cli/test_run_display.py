@@ -3,7 +3,7 @@ import time
 
 from rich.console import Console
 
-from duotone.cli.run_display import LiveProgress, Meter, PlainProgress, clock
+from duotone_lab.cli.run_display import LiveProgress, Meter, PlainProgress, clock
 
 
 def test_plain_lines_go_on_while_nothing_happens(capsys):

@@ -11,9 +11,9 @@ import signal
 import pytest
 
 from duotone import recipes
-from duotone.cli.main import run
-from duotone.lab import sensitivity
-from duotone.lab.trainer import Trainer
+from duotone_lab.cli.main import run
+from duotone_lab.training import sensitivity
+from duotone_lab.training.trainer import Trainer
 
 pytest.importorskip("scipy", reason="pip install 'scipy>=1.11'")
 

@@ -1,9 +1,9 @@
 import json
 import math
 
-from duotone.cli import summary
 from duotone.observe.statistics import FIELDS
 from duotone.observe.statistics import summary as columns
+from duotone_lab.cli import summary
 
 
 def test_a_number_that_json_does_not_have_loses_no_other(tmp_path):

@@ -1,6 +1,6 @@
 import sys
 
-from duotone.cli.table import print_table
+from duotone_lab.cli.table import print_table
 
 
 def test_elsewhere_than_on_a_terminal_it_is_aligned_plain_text(capsys):

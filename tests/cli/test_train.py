@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from duotone.cli import main
-from duotone.lab import checkpoint, files, presets
-from duotone.lab.config import TrainConfig
-from duotone.lab.optimizer import MasterAdamW
-from duotone.lab.trainer import Trainer
+from duotone_lab.cli import main
+from duotone_lab.training import checkpoint, files, presets
+from duotone_lab.training.config import TrainConfig
+from duotone_lab.training.optimizer import MasterAdamW
+from duotone_lab.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

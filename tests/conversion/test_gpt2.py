@@ -9,7 +9,8 @@ from causal import assert_same_bits, batch, gradients, train
 from torch import nn
 
 import duotone
-from duotone import observe, recipes
+import duotone_lab
+from duotone import recipes
 from duotone.recipes import Rule
 from later import Later
 
@@ -96,7 +97,7 @@ def test_cached_planes_follow_writes() -> None:
 
 def test_the_ledger_counts_what_backward_keeps() -> None:
     model = duotone.convert(gpt2(), "mxfp8")
-    rows = observe.ledger(model, lambda: model(batch(0)).logits.sum())
+    rows = duotone_lab.ledger(model, lambda: model(batch(0)).logits.sum())
     assert "transformer.h.0.mlp.c_fc" in str(rows)
 
 

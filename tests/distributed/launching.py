@@ -62,7 +62,7 @@ def folder_of(worker: str | Path, folder: Path) -> Path:
     return part
 
 
-TORCHRUN = "import duotone.cli.parallel_run\nfrom torch.distributed.run import main\nmain()"
+TORCHRUN = "import duotone_lab.cli.parallel_run\nfrom torch.distributed.run import main\nmain()"
 
 
 def torchrun(script: Path, *arguments: object, restarts: int = 0) -> subprocess.CompletedProcess[str]:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import duotone
+import duotone_lab
 from duotone import recipes
 from duotone.comm import collectives
 from duotone.errors import RecipeError
@@ -377,7 +378,7 @@ def models_are_planned_measured_saved_and_reverted(folder: Path) -> None:
     assert m.state_dict().keys() == keys and any("duotone_forward" in key for key in keys)
     y = m(x)
     assert len(duotone.plan(m)) == len(duotone.plan(network("fp8-delayed")))
-    assert duotone.observe.ledger(m, lambda: m(x).float().mean()) is not None
+    assert duotone_lab.ledger(m, lambda: m(x).float().mean()) is not None
     loaded = cut_network("fp8-delayed")
     loaded.load_state_dict(m.state_dict())
     with torch.no_grad():

@@ -22,8 +22,8 @@ import duotone
 from duotone import CustomRecipe, Quantizer, formats, recipes
 from duotone.distributed import require_same_recipes
 from duotone.errors import RecipeError, UserError
-from duotone.observe.wire import Wire
 from duotone.tensor import LOCAL, Planes
+from duotone_lab.memory.wire import Wire
 
 TOKENS, WIDE, NARROW = 64, 128, 96
 SEEN: dict[str, Planes] = {}

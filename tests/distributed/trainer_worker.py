@@ -17,12 +17,12 @@ import torch.distributed as dist
 from checks import check, same
 
 from duotone import recipes
-from duotone.cli import main, parallel_run
-from duotone.lab import comparison, data, presets
-from duotone.lab.config import TrainConfig
-from duotone.lab.forecast import Parallel, forecast
-from duotone.lab.parallel import ParallelTrainer
-from duotone.lab.trainer import Trainer
+from duotone_lab.cli import main, parallel_run
+from duotone_lab.training import comparison, data, presets
+from duotone_lab.training.config import TrainConfig
+from duotone_lab.training.forecast import Parallel, forecast
+from duotone_lab.training.parallel import ParallelTrainer
+from duotone_lab.training.trainer import Trainer
 
 WORLD = int(sys.argv[2])
 CASES = (

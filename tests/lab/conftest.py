@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from duotone.lab import data, presets
-from duotone.lab.config import TrainConfig
+from duotone_lab.training import data, presets
+from duotone_lab.training.config import TrainConfig
 
 
 @pytest.fixture(scope="session")

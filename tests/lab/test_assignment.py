@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from duotone.errors import UserError
-from duotone.lab import goal
+from duotone_lab.training import goal
 
 pytest.importorskip("scipy", reason="pip install 'scipy>=1.11'")
 

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from duotone.errors import UserError
-from duotone.lab import checkpoint, files
-from duotone.lab.checkpoint import Checkpoint
+from duotone_lab.training import checkpoint, files
+from duotone_lab.training.checkpoint import Checkpoint
 
 
 class Tied(nn.Module):

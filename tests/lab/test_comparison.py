@@ -5,9 +5,9 @@ import pytest
 
 from duotone import recipes
 from duotone.errors import UserError
-from duotone.lab import comparison, presets
-from duotone.lab.comparison import compare, plan_runs, planned
-from duotone.lab.loop import Progress
+from duotone_lab.training import comparison, presets
+from duotone_lab.training.comparison import compare, plan_runs, planned
+from duotone_lab.training.loop import Progress
 
 SETTINGS = (
     "command preset model parameters data data_bytes digests steps tokens_per_step context seed seeds judged_step "

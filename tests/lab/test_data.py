@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from duotone.errors import UserError
-from duotone.lab import data, texts
+from duotone_lab.training import data, texts
 
 
 def test_every_byte_is_either_trained_on_or_held_out():

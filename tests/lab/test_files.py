@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from duotone.errors import UserError
-from duotone.lab import files
+from duotone_lab.training import files
 
 
 def test_a_published_file_replaces_the_old_one_and_leaves_nothing_else(tmp_path):
@@ -132,7 +132,7 @@ def test_a_folder_moved_aside_by_a_killed_save_gets_its_name_back(tmp_path, monk
 HOLDER = """
 import sys, time
 from pathlib import Path
-from duotone.lab import files
+from duotone_lab.training import files
 with files.locked(Path(sys.argv[1])):
     print("locked", flush=True)
     time.sleep(600)

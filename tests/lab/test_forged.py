@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from duotone import recipes
-from duotone.cli.inputs import config_from
 from duotone.errors import UserError
-from duotone.lab import checkpoint, loop, meta, presets
-from duotone.lab.config import TrainConfig
-from duotone.lab.trainer import Trainer
+from duotone_lab.cli.inputs import config_from
+from duotone_lab.training import checkpoint, loop, meta, presets
+from duotone_lab.training.config import TrainConfig
+from duotone_lab.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
 import pytest
 
 from duotone.errors import UserError
-from duotone.lab.gemm_options import Option, options_of
-from duotone.lab.goal import Goal, predict
 from duotone.observe import speeds
 from duotone.observe.candidates import load_candidates
+from duotone_lab.training.gemm_options import Option, options_of
+from duotone_lab.training.goal import Goal, predict
 
 pytest.importorskip("scipy", reason="pip install 'scipy>=1.11'")
 

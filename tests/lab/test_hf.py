@@ -12,10 +12,10 @@ import torch.nn.functional as F
 import duotone
 from duotone import recipes
 from duotone.errors import UserError
-from duotone.lab import checkpoint, models, presets
-from duotone.lab.comparison import planned
-from duotone.lab.config import TrainConfig
-from duotone.lab.trainer import Trainer
+from duotone_lab.training import checkpoint, models, presets
+from duotone_lab.training.comparison import planned
+from duotone_lab.training.config import TrainConfig
+from duotone_lab.training.trainer import Trainer
 from later import Later
 
 transformers = Later("transformers")
@@ -142,9 +142,9 @@ def test_what_cannot_be_trained_is_a_one_line_error(tmp_path, name, message):
 
 
 def test_nothing_else_imports_transformers():
-    root = Path(duotone.__file__).parent
+    root = Path(duotone.__file__).parents[1]
     results = {path for path in root.rglob("*.py") if "import transformers" in path.read_text()}
-    assert results == {root / "lab" / "hf.py", root / "integrations" / "transformers.py"}
+    assert results == {root / "duotone_lab/training/hf.py", root / "duotone/integrations/transformers.py"}
 
 
 def test_without_transformers_it_says_what_to_install(monkeypatch):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from duotone import Quantizer, formats
-from duotone.lab.journal import HIGHEST, LOWEST, Journal, count_magnitudes
 from duotone.recipes.roles import PLANES_OF_GEMM, QuantizerRole
+from duotone_lab.training.journal import HIGHEST, LOWEST, Journal, count_magnitudes
 
 
 def test_magnitudes_are_counted_as_numpy_does() -> None:

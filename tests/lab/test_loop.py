@@ -5,9 +5,9 @@ import torch
 
 from duotone import recipes
 from duotone.errors import UserError
-from duotone.lab import checkpoint, files, loop
-from duotone.lab.loop import Progress, Run, Saving, points
-from duotone.lab.trainer import Trainer
+from duotone_lab.training import checkpoint, files, loop
+from duotone_lab.training.loop import Progress, Run, Saving, points
+from duotone_lab.training.trainer import Trainer
 
 
 class Recorder(Progress):

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from duotone.lab.memory import LiveStorages, StepMemory, measure_step, total_bytes
+from duotone_lab.memory.step_memory import StepMemory, measure_step
+from duotone_lab.memory.storages import LiveStorages, total_bytes
 
 KB = 1000
 

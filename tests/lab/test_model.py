@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from duotone.lab import model, presets
+from duotone_lab.training import model, presets
 
 TINY = presets.get("tiny").model
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from duotone.errors import UserError
-from duotone.lab import model, models, presets
+from duotone_lab.training import model, models, presets
 
 TINY = presets.get("tiny")
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from duotone import Quantizer, formats
-from duotone.lab.journal import LOWEST, Journal
 from duotone.recipes import QuantizerRole
 from duotone.tensor import Plane
+from duotone_lab.training.journal import LOWEST, Journal
 
 ROLE = QuantizerRole("linear", "input", "a")
 

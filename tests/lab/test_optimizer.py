@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from duotone.errors import UserError
-from duotone.lab.model import to_dtype
-from duotone.lab.optimizer import MasterAdamW
+from duotone_lab.training.model import to_dtype
+from duotone_lab.training.optimizer import MasterAdamW
 
 
 def make(dtype=torch.bfloat16):

@@ -1,7 +1,7 @@
 import pytest
 
 from duotone.errors import UserError
-from duotone.lab import presets
+from duotone_lab.training import presets
 
 
 @pytest.mark.parametrize("preset", presets.PRESETS.values(), ids=presets.PRESETS)

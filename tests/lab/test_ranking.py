@@ -6,8 +6,8 @@ import statistics
 import pytest
 
 from duotone import recipes
-from duotone.lab.loop import Run
-from duotone.lab.ranking import Judgement, is_better, judged_step, margin, ranks, t_quantile
+from duotone_lab.training.loop import Run
+from duotone_lab.training.ranking import Judgement, is_better, judged_step, margin, ranks, t_quantile
 from later import Later
 
 stats = Later("scipy.stats")

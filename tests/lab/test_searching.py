@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from duotone import recipes
-from duotone.lab.goal import Goal
-from duotone.lab.loop import Run
-from duotone.lab.searching import Finding, Search, nats_per_e_fold
-from duotone.lab.sensitivity import Effect
 from duotone.observe.candidates import file_text, formats_of, load_candidates
 from duotone.recipes import HighPrecision
+from duotone_lab.training.goal import Goal
+from duotone_lab.training.loop import Run
+from duotone_lab.training.searching import Finding, Search, nats_per_e_fold
+from duotone_lab.training.sensitivity import Effect
 
 pytest.importorskip("scipy", reason="pip install 'scipy>=1.11'")
 

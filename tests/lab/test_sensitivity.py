@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from duotone.lab.gemm_options import options_of
-from duotone.lab.sensitivity import Effect, effects
-from duotone.lab.trainer import Trainer
 from duotone.observe import speeds
 from duotone.observe.candidates import load_candidates
 from duotone.recipes import HighPrecision
+from duotone_lab.training.gemm_options import options_of
+from duotone_lab.training.sensitivity import Effect, effects
+from duotone_lab.training.trainer import Trainer
 
 MODULE = "layers.1.mlp.down"
 

@@ -5,10 +5,10 @@ import torch
 
 from duotone import recipes
 from duotone.errors import UserError
-from duotone.lab import checkpoint, data, loop
-from duotone.lab.config import TrainConfig
-from duotone.lab.trainer import Trainer
 from duotone.recipes import Phase, Schedule
+from duotone_lab.training import checkpoint, data, loop
+from duotone_lab.training.config import TrainConfig
+from duotone_lab.training.trainer import Trainer
 
 HYBRID = "mxfp8-fwd-nvfp4-bwd"
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import duotone
-from duotone import observe, recipes
+import duotone_lab
+from duotone import recipes
 from duotone.ops import fused_cast
 
 NAMES = ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"]
@@ -74,7 +75,7 @@ def test_the_weight_is_kept_instead_of_its_columnwise_plane(name) -> None:
 def test_the_ledger_predicts_the_peak(name) -> None:
     _, lean = pair(name)
     x = torch.randn(40, 96).bfloat16().requires_grad_()
-    result = observe.ledger(lean, lambda: lean(x))
+    result = duotone_lab.ledger(lean, lambda: lean(x))
     assert result.predicted_peak == pytest.approx(result.measured_peak, rel=0.05)
 
 
@@ -165,7 +166,7 @@ def test_neither_plane_of_an_mlp_is_kept(name) -> None:
     x = torch.randn(40, 96).bfloat16().requires_grad_()
     weights = 96 * 256 + 128 * 96
     assert saved(lambda: plain(x)) - saved(lambda: lean(x)) >= weights + 40 * (96 + 128)
-    result = observe.ledger(lean, lambda: lean(x))
+    result = duotone_lab.ledger(lean, lambda: lean(x))
     assert result.predicted_peak == pytest.approx(result.measured_peak, rel=0.05)
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, fx, nn
 import duotone
 from duotone import recipes
 from duotone.dispatch import products, target
-from duotone.lab.model import MLP
-from duotone.lab.presets import ModelConfig
 from duotone.linear import plan_builder
 from duotone.tensor import quantizer
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Planes, Usage, encode_once
+from duotone_lab.training.model import MLP
+from duotone_lab.training.presets import ModelConfig
 from later import Later
 
 pytest.importorskip("triton", reason="casts as ops of a graph need Triton: pip install triton")

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import duotone
 from duotone import recipes
 from duotone.errors import UserError
-from duotone.observe.storages import LiveStorages
+from duotone_lab.memory.storages import LiveStorages
 from later import Later
 
 dynamo_utils = Later("torch._dynamo.utils")

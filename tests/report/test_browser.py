@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from duotone.report import write_report
+from duotone_lab.report import write_report
 
 CHROMIUM = Path("/usr/bin/chromium")
 ARGUMENTS = [

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from duotone.report import cards, choice, render
-from duotone.report.page import LIMIT_BYTES
+from duotone_lab.report import cards, choice, render
+from duotone_lab.report.page import LIMIT_BYTES
 
 Result = dict[str, Any]
 SIDES = [(role, plane) for role in ("input", "weight", "grad_output") for plane in ("rowwise", "columnwise")]

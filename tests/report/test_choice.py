@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from duotone.observe import speeds
-from duotone.report import choice, render
-from duotone.report.scatter import Dot, Scatter
-from duotone.report.series import Style
+from duotone_lab.report import choice, render
+from duotone_lab.report.scatter import Dot, Scatter
+from duotone_lab.report.series import Style
 
 Result = dict[str, Any]
 NAMES = {"fp8_current": "fp8-current", "hybrid": "mxfp8-fwd-nvfp4-bwd"}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from duotone.errors import UserError
-from duotone.report import render, write_report
+from duotone_lab.report import render, write_report
 
 Result = dict[str, Any]
 HOSTILE = "<script>alert('x')</script>\"&"
@@ -362,7 +362,7 @@ def test_a_model_of_eighty_layers_stays_below_one_megabyte_with_each_layer(build
 
 
 def test_a_huge_result_shows_kinds_alone(build: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("duotone.report.page.LIMIT_BYTES", 250_000)
+    monkeypatch.setattr("duotone_lab.report.page.LIMIT_BYTES", 250_000)
     result = build(steps=200, layers=80)
     next(e for e in run_named(result, "mxfp8")["statistics"] if e["module"] == "layers.7.mlp.down")["snr_db"] = -3.21
     text = render(result)

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from duotone.report import metrics, module_names, numbers, plan_table, planes, series
-from duotone.report.axis import Axis, round_out, round_step
-from duotone.report.series import styles
+from duotone_lab.report import metrics, module_names, numbers, plan_table, planes, series
+from duotone_lab.report.axis import Axis, round_out, round_step
+from duotone_lab.report.series import styles
 
 
 @pytest.mark.parametrize(

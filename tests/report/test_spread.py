@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from duotone.report import render, spread
+from duotone_lab.report import render, spread
 
 Result = dict[str, Any]
 

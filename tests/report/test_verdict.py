@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from duotone.report import render, verdict
+from duotone_lab.report import render, verdict
 
 Result = dict[str, Any]
 

@@ -8,10 +8,10 @@ import torch
 
 import duotone
 from duotone import observe, recipes
-from duotone.lab import models, presets
 from duotone.recipes import Recipe
 from duotone.recipes.roles import PLANES_OF_GEMM
-from duotone.report import worst
+from duotone_lab.report import worst
+from duotone_lab.training import models, presets
 
 PRESET = presets.get("tiny")
 

@@ -16,9 +16,9 @@ from toy import TOKENS, toy
 import duotone
 from duotone import formats
 from duotone.dispatch import stages
-from duotone.observe.storages import LiveStorages, total_bytes
 from duotone.serving import exported_weight, exporting, folder, schemes, tensor_file
 from duotone.serving.tensor_file import write_tensors
+from duotone_lab.memory.storages import LiveStorages, total_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encoded from fp32")  # most models here are fp32, and never trained
 SCHEMES = {

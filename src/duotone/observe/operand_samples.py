@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from duotone.conversion.default_rules import with_default_rules
 from duotone.conversion.naming import named_modules, require_model, sites_of
 from duotone.errors import UserError
-from duotone.observe.storages import as_before, device_of
+from duotone.observe.unchanged import as_before, device_of
 from duotone.recipes.roles import QuantizerRole, Site
 from duotone.recipes.rules import OUTPUT_HEAD, first_rule
 from duotone.state import autocast

@@ -1,5 +1,0 @@
-"""The report: one HTML page, complete in itself, about what a comparison of recipes did."""
-
-from duotone.report.page import render, write_report
-
-__all__ = ["render", "write_report"]
