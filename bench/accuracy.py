@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import duotone
 from bench.timing.records import emit
 from duotone import recipes
-from duotone_lab.training.files import publish_file
+from duotone.files import publish_file
 
 RESULTS = Path(__file__).parent / "results"
 QUESTION = "relative error of a linear's GEMMs against float64 products of the unquantized operands"

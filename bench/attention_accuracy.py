@@ -21,8 +21,8 @@ from torch import Tensor
 import duotone
 from bench.timing.records import emit
 from duotone import recipes
+from duotone.files import publish_file
 from duotone.recipes import Recipe, Rule, RuleRecipe
-from duotone_lab.training.files import publish_file
 
 RESULTS = Path(__file__).parent / "results"
 QUESTION = "relative error and cosine of causal attention against float64 attention of the unquantized inputs"

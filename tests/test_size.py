@@ -11,7 +11,7 @@ import duotone
 
 ROOT = Path(duotone.__file__).parents[1]
 NEIGHBOURS = {"compat", "serving", "integrations"}
-MOST = {"library": 17_532, "neighbours": 2_916, "tools": 3_981}
+MOST = {"library": 17_615, "neighbours": 2_878, "tools": 3_933}
 
 
 def code_lines(source: str) -> int:

@@ -11,7 +11,7 @@ import duotone
 
 ROOT = Path(duotone.__file__).parents[1]
 ORDER = (
-    "errors text numbered allocate capture graph_ops formats kernels comm dispatch tensor recipes state "
+    "errors text files numbered allocate capture graph_ops formats kernels comm dispatch tensor recipes state "
     "pipeline linear planned ops modules attention optim conversion observe distributed compat serving "
     "integrations __init__ lab.memory lab.training lab.report lab.cli lab.__init__ __main__"
 ).split()

@@ -14,7 +14,7 @@ from bench.timing.appending import append_lines
 from bench.timing.case import Candidate, Case, Work
 from bench.timing.duel import Pace, Timing, duel, failure
 from duotone.errors import UserError
-from duotone_lab.training import files
+from duotone_lab.training import outputs
 
 DIGITS = 5
 RECOMPILES = 256
@@ -146,7 +146,7 @@ def lines(records: Iterable[Record], device: str) -> str:
 
 def require_appendable(path: Path) -> None:
     """UserError unless lines can be added to `path`; makes its folder and the file."""
-    files.make_folder(path.parent)
+    outputs.make_folder(path.parent)
     append(path, "")
 
 

@@ -4,7 +4,8 @@ import signal
 
 import pytest
 
-from duotone_lab.training import data, files
+from duotone import files
+from duotone_lab.training import data, outputs
 from duotone_lab.training.trainer import Trainer
 
 TINY = ["compare", "--preset", "tiny", "--steps", "3"]
@@ -213,7 +214,7 @@ def test_json_is_all_that_stdout_gets(duotone, text_file, tmp_path):
 
 
 def test_a_folder_in_use_is_refused(refused, text_file, tmp_path):
-    with files.locked(tmp_path):
+    with outputs.locked(tmp_path):
         assert "is in use by process" in refused(*TINY, "--data", text_file, "--recipes", "mxfp8", "--out", tmp_path)
 
 

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from duotone import files
 from duotone_lab.cli import main
-from duotone_lab.training import checkpoint, files, presets
+from duotone_lab.training import checkpoint, outputs, presets
 from duotone_lab.training.config import TrainConfig
 from duotone_lab.training.optimizer import MasterAdamW
 from duotone_lab.training.trainer import Trainer
@@ -206,32 +207,29 @@ def test_a_damaged_only_checkpoint_is_not_one_to_remove(refused, stopped):
 
 def test_a_folder_in_use_is_refused_and_its_user_named(duotone, refused, stopped, arguments):
     before = contents(stopped)
-    with files.locked(stopped):
+    with outputs.locked(stopped):
         message = refused("train", "--resume", "--out", stopped)
         assert f"{stopped} is in use by process {os.getpid()} on " in message and "choose another --out" in message
     assert contents(stopped) == before
-    (stopped / files.LOCK).write_text("process 1 on a machine that is off")
+    (stopped / outputs.LOCK).write_text("process 1 on a machine that is off")
     assert duotone("train", "--resume", "--out", stopped)[0] == 0
     assert sorted(os.listdir(stopped)) == ["checkpoints", "planes.csv", "report.html", "result.json"]
 
 
 def test_a_new_run_in_a_folder_in_use_is_refused(refused, arguments, tmp_path):
     (tmp_path / "run").mkdir()
-    with files.locked(tmp_path / "run"):
+    with outputs.locked(tmp_path / "run"):
         assert "is in use by process" in refused(*arguments, "--out", tmp_path / "run")
     assert os.listdir(tmp_path / "run") == []
 
 
 def test_leftovers_of_killed_saves_are_in_nobodys_way_and_go(duotone, stopped):
-    """Process ids come again; a checkpoint that was moved aside for one that never came is the newest."""
+    """A checkpoint that was moved aside for one that never came is the newest."""
     folder = stopped / "checkpoints"
-    for name in (
-        f".step-00000006.{os.getpid()}",
-        ".step-00000001.0123456789abcdef",
-    ):
+    for name in (".step-00000006.partial", ".step-00000001.partial"):
         (folder / name).mkdir()
         (folder / name / "half").write_text("")
-    (folder / "step-00000002").rename(folder / ".step-00000002.0123456789abcdef.old")
+    (folder / "step-00000002").rename(folder / ".step-00000002.before")
     code, _, progress = duotone("train", "--resume", "--out", stopped)
     assert code == 0 and "from step 2" in progress
     assert all(name.startswith("step-") for name in os.listdir(folder))

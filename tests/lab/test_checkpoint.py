@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from duotone import files
 from duotone.errors import UserError
-from duotone_lab.training import checkpoint, files
+from duotone_lab.training import checkpoint
 from duotone_lab.training.checkpoint import Checkpoint
 
 

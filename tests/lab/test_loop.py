@@ -3,9 +3,9 @@ import dataclasses
 import pytest
 import torch
 
-from duotone import recipes
+from duotone import files, recipes
 from duotone.errors import UserError
-from duotone_lab.training import checkpoint, files, loop
+from duotone_lab.training import checkpoint, loop
 from duotone_lab.training.loop import Progress, Run, Saving, points
 from duotone_lab.training.trainer import Trainer
 

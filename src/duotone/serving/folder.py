@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
+from duotone import files
 from duotone.errors import UserError, path_errors
-from duotone.serving.file_lock import locked
 from duotone.serving.tensor_file import TensorFile, TensorSpec, memory_of, write_tensors
 
 INDEX, WHOLE, CONFIG, NOTES = "model.safetensors.index.json", "model.safetensors", "config.json", "duotone.json"
@@ -79,23 +79,15 @@ def _write_locked(
     path: Path, items: Sequence[Item], largest: int, texts: Callable[[Sequence[Note]], Mapping[str, str]]
 ) -> tuple[int, list[Note]]:
     """`write_folder`, to an absolute path that a new folder can take the place of."""
-    fresh = path.with_name(f".{path.name}.partial")
-    with locked(path.with_name(f".{path.name}.lock"), path, "call export in one process only"):
-        if fresh.is_symlink() or (fresh.exists() and not fresh.is_dir()):
-            raise UserError(f"an export writes to the folder {fresh}, which is a file or a link; move that away")
-        if _before(path).exists() and not path.exists():  # a replacement died between its two renames
-            _before(path).rename(path)
-        shutil.rmtree(_before(path), ignore_errors=True)
-        fresh.mkdir(exist_ok=True)
-        try:
-            total, notes = _write_shards(fresh, items, largest)
-            for name, text in texts(notes).items():
-                (fresh / name).write_text(text)
-            (fresh / PROGRESS).unlink(missing_ok=True)
-            _replace(path, fresh)
-        except Exception:
-            shutil.rmtree(fresh, ignore_errors=True)
-            raise
+    with (
+        files.locked(path.with_name(f".{path.name}.lock"), path, "call export in one process only"),
+        files.publish_folder(path) as fresh,
+    ):
+        total, notes = _write_shards(fresh, items, largest)
+        for name, text in texts(notes).items():
+            (fresh / name).write_text(text)
+        (fresh / PROGRESS).unlink(missing_ok=True)
+        _take_others(path, fresh)
     return total, notes
 
 
@@ -176,8 +168,8 @@ class _Progress:
             write_tensors(file, specs, (pair for item in items for pair in item.tensors()))
             self.shards[name] = [source.hexdigest(), _digest(file), [note for item in items for note in item.notes]]
             text = json.dumps(self.shards)
-            (self.folder / "new").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
-            (self.folder / "new").replace(self.folder / PROGRESS)
+            record = f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+            files.publish_file(self.folder / PROGRESS, record.encode())
         self.sizes[name] = file.stat().st_size
         return [Note(*note) for note in cast("list[Note]", self.shards[name][2])]
 
@@ -191,11 +183,8 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _before(path: Path) -> Path:
-    return path.with_name(f".{path.name}.before")
-
-
-def _replace(path: Path, fresh: Path) -> None:
+def _take_others(path: Path, fresh: Path) -> None:
+    """Link the files of `path` that no export writes into the folder that takes its place."""
     if path.exists():
         written = {entry for pattern in WRITTEN for entry in path.glob(pattern)}
         for entry in set(path.iterdir()) - written:
@@ -204,15 +193,13 @@ def _replace(path: Path, fresh: Path) -> None:
             else:
                 os.link(entry, fresh / entry.name, follow_symlinks=False)
         shutil.copymode(path, fresh)
-        path.rename(_before(path))
-    fresh.rename(path)
-    shutil.rmtree(_before(path), ignore_errors=True)
 
 
 def read_text(path: Path, name: str) -> dict[str, object]:
     """A JSON file of a folder. UserError if it is absent or no object."""
     if not path.is_dir():
-        old = f"; an export died, and {_before(path)} holds what was there" if _before(path).exists() else ""
+        before = files.moved_aside(path)
+        old = f"; an export died, and {before} holds what was there" if before else ""
         raise UserError(f"{path} is no folder of an export{old or '; give one that duotone.export wrote'}")
     try:
         table = json.loads((path / name).read_text())
@@ -233,11 +220,11 @@ def open_files(path: Path) -> dict[str, TensorFile]:
     places = read_text(path, INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(Path(str(name)).name == name for name in places.values()):
         raise UserError(f"{path / INDEX} says not where tensors are; export again")
-    files = {name: _open(path / name) for name in sorted(set(places.values()))}
+    opened = {name: _open(path / name) for name in sorted(set(places.values()))}
     for tensor, name in places.items():
-        if tensor not in files[name].specs:
+        if tensor not in opened[name].specs:
             raise UserError(f"{path / name} lacks {tensor}, so it is no whole export; export again")
-    return {tensor: files[name] for tensor, name in places.items()}
+    return {tensor: opened[name] for tensor, name in places.items()}
 
 
 def _open(path: Path) -> TensorFile:

@@ -41,17 +41,17 @@ def advise(
     """
     import torch
 
-    from duotone import observe
+    from duotone import files, observe
     from duotone_lab.cli.inputs import config_from
     from duotone_lab.cli.table import echo
-    from duotone_lab.training import data, files, models, texts
+    from duotone_lab.training import data, models, outputs, texts
     from duotone_lab.training.model import to_dtype
 
     config = config_from(typed)
     preset = config.preset
     texts.require(config.data)
     if out is not None:
-        files.require_writable(Path(out).parent)
+        outputs.require_writable(Path(out).parent)
         if Path(out).exists():
             raise UserError(f"{out} exists: choose another --out, or remove it")
     corpus = data.load(config.data, context=preset.model.context)

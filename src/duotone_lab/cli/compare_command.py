@@ -59,7 +59,7 @@ def compare(  # noqa: PLR0913 (one argument for each option)
     With --parallel, run it under torchrun. The report then has memory and bytes of each rank, but no errors of planes.
     """
     from duotone_lab.cli import run_display, runs, summary
-    from duotone_lab.training import comparison, files
+    from duotone_lab.training import comparison, outputs
 
     folder = Path(out or "runs/compare")
     if parallel is not None and not resume and (folder / summary.RESULT).exists():
@@ -78,7 +78,7 @@ def compare(  # noqa: PLR0913 (one argument for each option)
         return
     saving, publish = comparison.saving(folder, save_every), partial(summary.write_numbers, folder=folder)
     about: Settings = {"command": context.obj, **chosen.about}
-    with files.locked(files.make_folder(folder)), Interrupt() as interrupt:
+    with outputs.locked(outputs.make_folder(folder)), Interrupt() as interrupt:
         if not resume:
             comparison.forget(saving.folder)
         with run_display.choose() as display:

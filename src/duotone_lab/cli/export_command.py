@@ -29,7 +29,7 @@ def export(folder: str, out: str | None, scheme: str | None, ignore: tuple[str, 
     """
     import duotone
     from duotone.recipes import HighPrecision
-    from duotone_lab.training import files
+    from duotone_lab.training import outputs
 
     target = Path(out or Path(folder, "exported"))
     if not force and target.is_dir() and any(target.iterdir()):
@@ -40,7 +40,7 @@ def export(folder: str, out: str | None, scheme: str | None, ignore: tuple[str, 
         for step in range(CALIBRATED):
             trainer.loss(step)
 
-    files.make_folder(target.parent)
+    outputs.make_folder(target.parent)
     report = duotone.export(trainer.model, target, scheme=scheme, ignore=ignore, calibrate=calibrate)
     click.echo(str(report))
     before = trainer.heldout_loss(HighPrecision())

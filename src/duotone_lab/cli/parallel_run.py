@@ -14,7 +14,7 @@ from duotone.recipes import Recipe, Schedule
 from duotone_lab.cli import run_display, summary
 from duotone_lab.cli.interrupt import Interrupt
 from duotone_lab.cli.runs import CHECKPOINTS, Runs, tell_length
-from duotone_lab.training import comparison, data, document, files, loop
+from duotone_lab.training import comparison, data, document, loop, outputs
 from duotone_lab.training.config import TrainConfig
 from duotone_lab.training.forecast import Parallel
 from duotone_lab.training.loop import Progress
@@ -60,7 +60,7 @@ def train(
             chosen, config = settings(saved, newest)
             tell_length(config, saved)
         saving = loop.Saving(folder / CHECKPOINTS, every)
-        with files.locked(files.make_folder(folder)) if first else contextlib.nullcontext():
+        with outputs.locked(outputs.make_folder(folder)) if first else contextlib.nullcontext():
             run, corpus = _trained(layout, config, chosen, newest, saving, lambda: agreed(interrupt()), first)
             if first:
                 events = [event["text"] for event in run.observed.get("events", ())]
@@ -102,7 +102,7 @@ def compare(
     for run in chosen.runs:
         run.is_observed = False
     with ranks(layout, chosen.config.device) as (first, interrupt):
-        with files.locked(files.make_folder(folder)) if first else contextlib.nullcontext():
+        with outputs.locked(outputs.make_folder(folder)) if first else contextlib.nullcontext():
             if first and not resume:
                 comparison.forget(saving.folder)
             agreed(False)  # no rank looks for checkpoints before those of another comparison are gone

@@ -13,7 +13,7 @@ from duotone_lab.cli import summary
 from duotone_lab.cli.command_options import Typed
 from duotone_lab.cli.inputs import config_from, make_strict
 from duotone_lab.cli.table import print_table
-from duotone_lab.training import comparison, continuation, data, evidence, files, texts
+from duotone_lab.training import comparison, continuation, data, evidence, outputs, texts
 from duotone_lab.training.data import Corpus
 from duotone_lab.training.goal import Goal, Prediction, require_solver
 from duotone_lab.training.loop import Progress
@@ -40,7 +40,7 @@ def fresh(folder: Path, typed: Options) -> tuple[Search, Corpus]:
     """A new search; UserError if `folder` holds one, unless forced, or if the goal cannot be met."""
     aim = goal(typed["budget"], typed["max_gap"])
     require_solver()
-    files.require_writable(folder)
+    outputs.require_writable(folder)
     summary.require_none(folder, bool(typed["force"]))
     names = cast(tuple[str, ...], typed["recipes"]) or UNIFORM
     recipes = [make_strict(recipe, bool(typed["strict"])) for recipe in load_candidates("search", names)]
@@ -62,7 +62,7 @@ def continued(folder: Path, typed: Options) -> tuple[Search, Corpus]:
     if any(value not in (None, (), False) for value in typed.values()):
         raise UserError(f"--resume takes the settings of the search in {folder}: leave all but --out")
     require_solver()
-    files.require_writable(folder)
+    outputs.require_writable(folder)
     path = folder / evidence.EVIDENCE
     stored = evidence.read(path)
     config = config_from({}, stored["settings"]["config"])

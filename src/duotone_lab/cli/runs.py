@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import click
 
+from duotone import files
 from duotone import recipes as library
 from duotone.errors import UserError
 from duotone.recipes import Recipe, Schedule
 from duotone_lab.cli import summary
 from duotone_lab.cli.command_options import Typed
 from duotone_lab.cli.inputs import config_from, make_strict
-from duotone_lab.training import checkpoint, comparison, continuation, data, document, evidence, files, meta, texts
+from duotone_lab.training import checkpoint, comparison, continuation, data, document, evidence, meta, outputs, texts
 from duotone_lab.training.config import TrainConfig
 from duotone_lab.training.data import Corpus
 from duotone_lab.training.loop import Run
@@ -50,7 +51,7 @@ def new_comparison(
 
     A search in `folder` goes, so that `duotone search --resume` cannot replace the report of this comparison.
     """
-    files.require_writable(folder)
+    outputs.require_writable(folder)
     summary.require_none(folder, force)
     recipes = [make_strict(library.load(name), strict) for name in names or DEFAULT_RECIPES]
     config = config_from(typed)
@@ -73,7 +74,7 @@ def continued_comparison(folder: Path, typed: Sequence[object], *, seeds: int) -
     """
     if any(typed):
         raise UserError(f"--resume takes the settings of the comparison in {folder}: leave all but --out and --seeds")
-    files.require_writable(folder)
+    outputs.require_writable(folder)
     result = continuation.load(path := folder / summary.RESULT)
     recipes = continuation.recipes_of(result, path)  # a UserError before the settings are read
     settings = result["settings"]
@@ -97,19 +98,19 @@ def training(
     UserError if a fresh run finds checkpoints in the folder, or one to resume finds none that fits.
     """
     checkpoints = folder / CHECKPOINTS
-    files.require_writable(folder)
+    outputs.require_writable(folder)
     if not resume:
         _require_no_run(folder)
         summary.require_none(folder, force)
         chosen, config = settings(recipe, strict, typed)
         trainer = _trainer(config, chosen)
-        with files.locked(files.make_folder(folder)):
+        with outputs.locked(outputs.make_folder(folder)):
             files.remove_leftovers(checkpoints, checkpoint.STEP_NAME)
             _require_no_run(folder)  # another process may have had the lock meanwhile
             yield trainer, Run(chosen.name, chosen, config.seed)
         return
     checkpoint.latest(checkpoints)  # a UserError before the lock makes a file
-    with files.locked(folder):
+    with outputs.locked(folder):
         files.remove_leftovers(checkpoints, checkpoint.STEP_NAME)
         path = checkpoint.latest(checkpoints)
         trainer, saved = trainer_of(path, recipe, strict, typed)

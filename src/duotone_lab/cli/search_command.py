@@ -38,12 +38,12 @@ def search(context: click.Context, out: str | None, resume: bool, **typed: optio
     Ctrl-C stops after the step or GEMM at hand, and --resume continues. Exit codes are those of compare.
     """
     from duotone_lab.cli import recipe_search, run_display, summary
-    from duotone_lab.training import evidence, files
+    from duotone_lab.training import evidence, outputs
 
     folder = Path(out or "runs/search")
     chosen, corpus = recipe_search.continued(folder, typed) if resume else recipe_search.fresh(folder, typed)
-    files.make_folder(folder)
-    with files.locked(folder), Interrupt() as interrupt:
+    outputs.make_folder(folder)
+    with outputs.locked(folder), Interrupt() as interrupt:
         with run_display.choose() as display:
             finding = recipe_search.run(chosen, corpus, folder, context.obj, display, interrupt)
         if finding is not None and finding.document is not None:

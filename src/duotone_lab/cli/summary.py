@@ -7,11 +7,12 @@ from pathlib import Path
 
 import click
 
+from duotone import files
 from duotone.errors import UserError, path_errors
 from duotone_lab.cli.table import echo, print_table
 from duotone_lab.report.numbers import SPACE
 from duotone_lab.report.plan_table import counts
-from duotone_lab.training import files
+from duotone_lab.training import outputs
 from duotone_lab.training.schema import Document, RunEntry
 
 LONG = frozenset(
@@ -32,7 +33,7 @@ COLUMNS: dict[str, Callable[[RunEntry], str]] = {
 def print_summary(result: Document, *, as_json: bool = False) -> None:
     """All runs of a document: a table in 80 columns with a text about the gaps, or the numbers as JSON."""
     if as_json:
-        click.echo(files.json_text(numbers(result)))
+        click.echo(outputs.json_text(numbers(result)))
         return
     from duotone_lab.report.choice import answer
     from duotone_lab.report.verdict import trouble, verdict
@@ -91,7 +92,7 @@ def write_numbers(result: Document, folder: Path) -> None:
     """Write `result.json` and `planes.csv` into `folder`; UserError if the disk refuses it."""
     path = folder / RESULT
     with path_errors("cannot write", path, "make room, or choose another --out"):
-        files.publish_file(path, files.json_text(result, indent=1).encode())
+        files.publish_file(path, outputs.json_text(result, indent=1).encode())
         files.publish_file(folder / PLANES, planes_csv(result).encode(errors="replace"))
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from duotone import files
 from duotone.errors import path_errors
 from duotone_lab.report import cards, charts, choice, module_names, numbers, plan_table, planes, spread, verdict, worst
 from duotone_lab.report.metrics import COLOURS, METRICS
 from duotone_lab.report.series import styles
-from duotone_lab.training import files
 from duotone_lab.training.schema import Document, RunEntry
 
 LIMIT_BYTES = 1_000_000

@@ -17,8 +17,8 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from duotone import files
 from duotone.errors import UserError, path_errors
-from duotone_lab.training import files
 
 MODEL, TRAINING, META, DIGESTS = "model.safetensors", "training.safetensors", "meta.json", "SHA256SUMS"
 OF_RANKS = ".metadata"

@@ -12,7 +12,7 @@ from typing import cast
 from duotone.errors import UserError
 from duotone.recipes import HighPrecision, Recipe, any_from_dict
 from duotone_lab.memory.step_memory import StepMemory
-from duotone_lab.training import files, meta
+from duotone_lab.training import meta, outputs
 from duotone_lab.training.document import curves_of
 from duotone_lab.training.loop import Run
 from duotone_lab.training.ranking import Judgement
@@ -27,7 +27,7 @@ OF_PRESET = ("warmup", "heldout_batches")
 
 def load(path: Path) -> Document:
     """The document at `path`; UserError unless it is one."""
-    result = files.read_json(path, "give the folder of a comparison or a run", "run its command again")
+    result = outputs.read_json(path, "give the folder of a comparison or a run", "run its command again")
     if not fits(result, Document):
         raise UserError(f"{path} is not the result of a comparison or a run: give the folder of one")
     return cast(Document, result)

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import duotone
+from duotone import files
 from duotone.errors import UserError, path_errors
 from duotone.observe.candidates import file_text
 from duotone.recipes import Recipe, any_from_dict
-from duotone_lab.training import checkpoint, files, meta
+from duotone_lab.training import checkpoint, meta, outputs
 from duotone_lab.training.config import TrainConfig
 from duotone_lab.training.data import Corpus
 from duotone_lab.training.document import digests, machine
@@ -56,7 +57,7 @@ def write(folder: Path, search: Search, corpus: Corpus, finding: Finding | None 
             }
             text = file_text(finding.recipe.title, finding.recipe.rules)
             files.publish_file(folder / RECIPE, text.encode())
-        files.publish_file(folder / EVIDENCE, files.json_text(evidence, indent=1).encode())
+        files.publish_file(folder / EVIDENCE, outputs.json_text(evidence, indent=1).encode())
 
 
 def remove(folder: Path) -> None:
@@ -82,7 +83,7 @@ def settings(search: Search, corpus: Corpus) -> dict[str, object]:
 def read(path: Path) -> dict[str, Any]:
     """The evidence at `path`, as `write` leaves it. UserError unless it is that of a search."""
     remedy = "search anew with another --out, or --force"
-    stored = files.read_json(path, "give the --out of a search", remedy)
+    stored = outputs.read_json(path, "give the --out of a search", remedy)
     evidence: dict[str, Any] = stored if isinstance(stored, dict) else {}
     wrong = "" if evidence is stored else "it is no table"
     wrong = wrong or meta.unlike(SETTINGS, evidence.get("settings"), "settings")

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import duotone
-from duotone import distributed
+from duotone import distributed, files
 from duotone.errors import UserError
 from duotone.modules import MoE
 from duotone.planned.planned import Planned
@@ -223,7 +222,7 @@ class ParallelTrainer(Trainer):
         distributed.save(folder / f"step-{self.completed:08d}", self.model, self.optimizer.adamw, extra)
         if dist.get_rank() == 0:
             for old in checkpoint.steps(folder)[: -checkpoint.MOST]:
-                shutil.rmtree(old)
+                files.remove_folder(old)
 
     def newest(self, folder: Path) -> Path | None:
         return distributed.latest(folder)

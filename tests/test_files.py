@@ -1,13 +1,11 @@
+"""Files and folders that appear whole or not at all, and leftovers of killed writes."""
+
 import os
 import re
-import signal
-import subprocess
-import sys
 
 import pytest
 
-from duotone.errors import UserError
-from duotone_lab.training import files
+from duotone import files
 
 
 def test_a_published_file_replaces_the_old_one_and_leaves_nothing_else(tmp_path):
@@ -57,35 +55,6 @@ def test_a_failed_replacement_keeps_the_folder_that_was_there(tmp_path, monkeypa
     assert os.listdir(tmp_path) == ["step"] and (tmp_path / "step" / "a").read_text() == "first"
 
 
-def test_a_path_below_a_file_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot write to .*: .*file is not a folder; choose a folder"):
-        files.require_writable(tmp_path / "file" / "below" / "it")
-    assert os.listdir(tmp_path) == ["file"]
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere: run the tests as another user")
-def test_a_read_only_folder_cannot_be_written(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(UserError, match="is read-only"):
-        files.require_writable(tmp_path / "runs")
-
-
-def test_a_writable_place_is_checked_without_making_it(tmp_path):
-    files.require_writable(tmp_path / "a" / "b")
-    assert os.listdir(tmp_path) == []
-    assert files.make_folder(tmp_path / "a" / "b").is_dir()
-
-
-@pytest.mark.parametrize("name", ["a" * 256, "loop/below"])
-def test_a_name_that_no_folder_can_have_is_told(tmp_path, name):
-    (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(
-        UserError, match=r"cannot write to .* \((File name too long|Too many levels of symbolic links)\)"
-    ):
-        files.require_writable(tmp_path / name)
-
-
 def test_long_names_have_a_temporary_neighbour(tmp_path):
     files.publish_file(tmp_path / ("ü" * 127), b"new")
     assert os.listdir(tmp_path) == ["ü" * 127]
@@ -127,28 +96,3 @@ def test_a_folder_moved_aside_by_a_killed_save_gets_its_name_back(tmp_path, monk
     assert not (tmp_path / "step").exists()
     files.remove_leftovers(tmp_path, re.compile("step"))
     assert os.listdir(tmp_path) == ["step"] and (tmp_path / "step" / "a").read_text() == "first"
-
-
-HOLDER = """
-import sys, time
-from pathlib import Path
-from duotone_lab.training import files
-with files.locked(Path(sys.argv[1])):
-    print("locked", flush=True)
-    time.sleep(600)
-"""
-
-
-def test_a_lock_names_its_holder_and_dies_with_it(tmp_path):
-    command = [sys.executable, "-c", HOLDER, tmp_path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout.readline() == "locked\n"
-        with pytest.raises(UserError, match=rf"is in use by process {holder.pid} on .*: wait until that ends"):
-            with files.locked(tmp_path):
-                pass
-        holder.send_signal(signal.SIGKILL)
-    assert os.listdir(tmp_path) == [files.LOCK]
-    with files.locked(tmp_path), pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
-        with files.locked(tmp_path):
-            pass
-    assert os.listdir(tmp_path) == []
