@@ -21,7 +21,7 @@ from duotone.observe.candidates import EXACT, UNIFORM, load_candidates, plane_by
 from duotone.observe.operand_samples import LinearSample, sample_operands
 from duotone.observe.sampling import spread
 from duotone.observe.speeds import Shape, SpeedTable
-from duotone.observe.statistics import measure, summary
+from duotone.observe.statistics import decibels, measure, summary
 from duotone.recipes.recipe import Recipe, RecipeLike
 from duotone.recipes.roles import PLANES_OF_GEMM, QuantizerRole
 from duotone.state.seeds import initial_seed
@@ -173,9 +173,9 @@ def _snr(exact: Tensor, a: Plane, b: Plane) -> float | None:
     """The SNR of the product of two planes in dB; None if nothing was lost, -inf if a product became infinite."""
     product = a.dequantize(torch.float32) @ b.dequantize(torch.float32).T
     signal, noise = exact.square().sum().item(), (product - exact).square().sum().item()
-    if noise == 0 or not math.isfinite(signal):
-        return None
-    return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
+    if signal == 0 and noise:
+        return -math.inf
+    return decibels(signal, noise) if math.isfinite(signal) else None
 
 
 def _speed_note(table: SpeedTable, rows: Sequence[AdviceRow]) -> str:

@@ -14,56 +14,78 @@ from duotone.tensor.context import Slot
 from duotone.tensor.plane import Plane, Planes
 
 FIELDS = (
-    *("signal", "noise", "nonzero", "underflowed", "saturated", "elements", "decoded", "magnitude", "drift"),
+    *("signal", "noise", "nonzero", "underflowed", "saturated", "clipped", "elements", "decoded", "magnitude", "drift"),
     *("nan", "inf"),
 )
-"""Sums over the finite elements of all samples: x^2, (x - x_q)^2, four counts, x_q^2, |x|, x_q - x. Then two counts."""
+"""Sums over the finite elements of all samples: x^2, (x - x_q)^2, five counts, x_q^2, |x|, x_q - x. Then two counts."""
+
+EXTREMES = ("amax", "smallest", "coded", "limit", "smallest_limit")
+"""The largest magnitude and minus the smallest nonzero one; the largest after any rotation; the extremes of limits.
+
+All are finite. Where there is none, the smallest are -inf and the others 0.
+"""
+
+CLIPPED = 1.5
+"""Elements above so many times the limit count as clipped: rounded scales leave largest ones a little above it."""
 
 
 def measure(x: Tensor, plane: Plane) -> tuple[Tensor, Tensor]:
-    """float64 sums in the order of `FIELDS`, and extremes: (largest, minus the smallest nonzero) magnitude.
+    """Return float64 sums in the order of `FIELDS`, and extremes in that of `EXTREMES`.
 
-    Elements that are not finite are counted and left out. If all others are zero, the extremes are (0, -inf). Sums of
-    several samples add up; extremes take the maximum. Signal and noise are those of the matrix itself. Saturation is
-    counted on the values that become codes, after any rotation. Nothing is read back to the host.
+    Elements that are not finite are counted and left out. Sums of several samples add up; extremes take the maximum.
+    Signal and noise are those of the matrix itself. Saturation is counted on the values that become codes, after any
+    rotation. Nothing is read back to the host.
     """
-    coded = plane.format.rotate(x).to(torch.float32).abs()
-    saturated = (coded > plane.format.ceiling(plane.parts)[:, : coded.shape[1]]) & torch.isfinite(coded)
-    sums, extremes = tally(x[None], plane.dequantize(torch.float32)[None], saturated[None])
+    coded = plane.format.rotate(x).to(torch.float32)
+    ceiling = plane.format.ceiling(plane.parts)[:, : coded.shape[1]]
+    sums, extremes = tally(x[None], plane.dequantize(torch.float32)[None], coded[None], ceiling[None])
     return sums[0], extremes[0]
 
 
-def tally(x: Tensor, decoded: Tensor, saturated: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """The sums and extremes of `measure`, (n, fields) and (n, 2), of n samples: x, x_q and bool, (n, ...) each.
+def tally(
+    x: Tensor, decoded: Tensor, coded: Tensor, ceiling: Tensor, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Return the sums and extremes of `measure`, (n, fields) and (n, extremes), of n samples.
 
-    Errors are computed in `dtype` and summed in float64.
+    x, x_q, the values that become codes and their limits are (n, ...) each. Errors are computed in `dtype` and summed
+    in float64.
     """
     finite, within = torch.isfinite(x), tuple(range(1, x.dim()))
+    coded = torch.where(torch.isfinite(coded), coded, 0).abs()
     original = torch.where(finite, x, 0).to(dtype)
     decoded = torch.where(finite, decoded, 0).to(dtype)
     error, magnitude, nonzero = decoded - original, original.abs(), original != 0
     terms = (
-        *(original.square(), error.square(), nonzero, nonzero & (decoded == 0), saturated, finite),
+        *(original.square(), error.square(), nonzero, nonzero & (decoded == 0)),
+        *(coded > ceiling, coded > CLIPPED * ceiling, finite),
         *(decoded.square(), magnitude, error, torch.isnan(x), torch.isinf(x)),
     )
     sums = torch.stack([term.sum(within, dtype=torch.float64) for term in terms], -1)
     if x.numel() == 0:
-        return sums, sums.new_tensor([0.0, -math.inf]).expand(len(x), 2)
+        return sums, sums.new_tensor([0.0, -math.inf, 0.0, 0.0, -math.inf]).expand(len(x), len(EXTREMES))
     smallest = torch.where(nonzero, magnitude, math.inf).amin(within)
-    return sums, torch.stack([magnitude.amax(within), -smallest], -1).to(torch.float64)
+    limits = torch.where(torch.isfinite(ceiling), ceiling, 0)
+    extremes = magnitude.amax(within), -smallest, coded.amax(within), limits.amax(within), -limits.amin(within)
+    return sums, torch.stack([each.double() for each in extremes], -1)
+
+
+def decibels(signal: float, noise: float) -> float | None:
+    """Return signal over noise in dB: None if one of them is 0, -inf for infinite noise."""
+    if not noise > 0 < signal:
+        return None
+    return 10.0 * math.log10(signal / noise) if noise < math.inf else -math.inf
 
 
 def summary(sums: list[float], extremes: list[float]) -> dict[str, float | None]:
-    """The columns of a report: shares, decibels and bits. `snr_db` is None if nothing was lost, -inf where a finite
-    element became infinite; `dynamic_range_bits`, `bias` and `cosine` are None if nothing was nonzero."""
-    total = dict.fromkeys(FIELDS, 0.0) | dict(zip(FIELDS, sums, strict=False))  # older taps have the first six
+    """Return the columns of a report: shares, decibels and bits.
+
+    `snr_db` is None if nothing was lost, -inf where a finite element became infinite; `dynamic_range_bits`, `bias` and
+    `cosine` are None if nothing was nonzero.
+    """
+    total = dict(zip(FIELDS, sums, strict=True))
     largest, smallest = extremes[0], -extremes[1]
-    snr = None
-    if total["noise"] > 0 < total["signal"]:
-        ratio = total["signal"] / total["noise"]
-        snr = 10.0 * math.log10(ratio) if ratio > 0 else -math.inf
     return {
-        "snr_db": snr,
+        "snr_db": decibels(total["signal"], total["noise"]),
         "underflow": total["underflowed"] / max(1.0, total["nonzero"]),
         "saturation": total["saturated"] / max(1.0, total["elements"]),
         "bias": total["drift"] / total["magnitude"] if total["magnitude"] > 0 else None,
@@ -115,18 +137,19 @@ class Tap(Sampler):
             if plane is not None:
                 self.record(role, direction, matrix, plane, slot)
 
-    def record(self, role: QuantizerRole, direction: str, x: Tensor, plane: Plane, slot: Slot | None = None) -> None:
-        """Add one quantized plane of the 2-D tensor `x`, which is oriented as the plane is; `slot` has scaled it."""
+    def record(
+        self, role: QuantizerRole, direction: str, x: Tensor, plane: Plane, slot: Slot | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Add one quantized plane of the 2-D tensor `x`, which is oriented as the plane is; `slot` has scaled it.
+
+        Returns what `measure` does.
+        """
+        sums, extremes = measured = measure(x, plane)
         key = (role.name, role.tensor_type, direction, plane.format.name)
-        sums, extremes = measure(x, plane)
-        entry = self._entries.get(key)
-        if entry is None:
-            self._entries[key] = Entry(sums, extremes, slot=slot)
-            return
-        entry.sums = entry.sums + sums
-        entry.extremes = torch.maximum(entry.extremes, extremes)
-        entry.samples += 1
-        entry.slot = slot
+        if (before := self._entries.get(key)) is not None:
+            sums, extremes = before.sums + sums, torch.maximum(before.extremes, extremes)
+        self._entries[key] = Entry(sums, extremes, 1 if before is None else before.samples + 1, slot)
+        return measured
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per module, role, plane and format, in order of first use.

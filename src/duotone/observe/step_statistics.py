@@ -13,7 +13,7 @@ from duotone.dispatch.casts import has_kernels
 from duotone.formats import Format
 from duotone.formats.hadamard import SIZE as GROUP
 from duotone.observe.sampling import Sampler, Slots, spread
-from duotone.observe.statistics import COLUMNS, FIELDS, Key, summary, tally
+from duotone.observe.statistics import COLUMNS, EXTREMES, FIELDS, Key, summary, tally
 from duotone.recipes.roles import QuantizerRole
 from duotone.recipes.rules import DIRECTIONS
 from duotone.state.delayed import DelayedState
@@ -120,20 +120,13 @@ class StepStatistics(Sampler):
             coded, decoded = x, values
             if transformed is not None:  # the groups of its transform lie one after the other
                 coded, decoded = transformed.rotate(x).float(), transformed.unrotate(values, values.shape[1])
-            coded = coded.abs()
-            saturated = (coded > ceiling) & torch.isfinite(coded)
-            clipped = (coded > CLIPPED * ceiling).sum(1, dtype=torch.float64)
-            sums, extremes = tally(x, decoded, saturated, torch.float32)
-            limits = torch.stack([clipped, ceiling.amax(1), -ceiling.amin(1)], 1)
-            self._measured.append(([place for place, _ in waiting], torch.cat([sums, extremes, limits], 1)))
+            measured = torch.cat(tally(x, decoded, coded, ceiling, torch.float32), 1)
+            self._measured.append(([place for place, _ in waiting], measured))
         self._waiting.clear()
 
 
-WIDTH = len(FIELDS) + 5
-"""Numbers of a measured sample: sums, extremes, clipped elements, and the extremes of what scales allow."""
-
-CLIPPED = 1.5
-"""Elements above so many times the limit count as clipped: rounded scales leave largest ones a little above it."""
+WIDTH = len(FIELDS) + len(EXTREMES)
+"""Numbers of a measured sample."""
 
 
 def count(x: Tensor, counts: Tensor) -> None:
@@ -214,11 +207,11 @@ def _row(key: Key, largest: float, wholes: Sequence[Sequence[float]], samples: S
     amaxes, nans, infs = zip(*wholes, strict=True)
     row: Row = dict(zip(COLUMNS, key, strict=True))
     if samples:
-        *sums, high, low, clipped, most, least = zip(*samples, strict=True)
-        totals = [math.fsum(column) for column in sums]
-        row |= summary(totals, [max(high), max(low)])
-        row["clipped"] = sum(clipped) / max(1.0, totals[FIELDS.index("elements")])
-        row |= {"scale": max(most) / largest, "smallest_scale": -max(least) / largest}
+        columns = [*zip(*samples, strict=True)]
+        totals, extremes = [math.fsum(each) for each in columns[: len(FIELDS)]], [*map(max, columns[len(FIELDS) :])]
+        row |= summary(totals, extremes)
+        row["clipped"] = totals[FIELDS.index("clipped")] / max(1.0, totals[FIELDS.index("elements")])
+        row |= {"scale": extremes[3] / largest, "smallest_scale": -extremes[4] / largest}
         if row["role"] == "grad_output" and (signal := row["snr_db"]) is not None:
             row["gradient_to_noise"] = 10 ** (float(signal) / 20)
     row |= {"amax": max(amaxes), "nan": int(sum(nans)), "inf": int(sum(infs))}

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from duotone.observe import Tap
 from duotone.observe.sampling import Slots
-from duotone.observe.statistics import FIELDS, Entry
-from duotone.observe.step_statistics import CLIPPED
+from duotone.observe.statistics import EXTREMES, FIELDS, Entry, decibels
 from duotone.recipes.roles import PLANES_OF_GEMM, QuantizerRole
 from duotone.tensor.context import Slot
 from duotone.tensor.plane import Plane, Planes
@@ -86,25 +85,23 @@ class Journal(Tap):
             channels.squares = before.squares + squares
         self._channels[key] = channels
 
-    def record(self, role: QuantizerRole, direction: str, x: Tensor, plane: Plane, slot: Slot | None = None) -> None:
-        key, side = (role.name, role.tensor_type, direction, plane.format.name), (role.tensor_type, direction)
-        before = self._entries[key].sums if key in self._entries else 0.0
-        super().record(role, direction, x, plane, slot)
-        sums = self._entries[key].sums - before
+    def record(
+        self, role: QuantizerRole, direction: str, x: Tensor, plane: Plane, slot: Slot | None = None
+    ) -> tuple[Tensor, Tensor]:
+        sums, extremes = super().record(role, direction, x, plane, slot)
+        side = role.tensor_type, direction
         self._broken.append((self.step, role.name, side, sums[-2:]))
-        coded = plane.format.rotate(x).float().abs()
-        limits = plane.format.ceiling(plane.parts)[:, : coded.shape[1]]
-        clipped = (torch.isfinite(coded) & (coded > CLIPPED * limits)).sum(dtype=torch.float64).reshape(1)
-        extremes = torch.stack([_largest(coded), _largest(limits)])
-        _add(self._steps, (self.step, side), torch.cat([sums, clipped]))
+        _add(self._steps, (self.step, side), sums)
         earlier = self._extremes.get((self.step, side), extremes)
         self._extremes[self.step, side] = torch.maximum(earlier, extremes)
         _add(self._spreads, side, count_magnitudes(x))
         if math.isfinite(plane.format.largest):
+            limits = plane.format.ceiling(plane.parts)[:, : x.shape[1]]
             _add(self._scales, side, count_magnitudes(limits / plane.format.largest))
         if self.step == self.last:
             pair = Operand(_part(x.float(), side), _part(plane.dequantize(torch.float32), side))
             self._operands.setdefault((role.name, side), []).append(pair)
+        return sums, extremes
 
     def state(self) -> dict[str, Tensor]:
         """Everything except the operands of the last step: tensors by the JSON of their order, table and key."""
@@ -117,7 +114,7 @@ class Journal(Tap):
         ]
         for key, entry in self._entries.items():
             samples = entry.sums.new_tensor([entry.samples])
-            rows.append((("entries", *key), torch.cat([entry.sums, entry.extremes, samples])))
+            rows.append((("entries", *key), torch.cat([samples, entry.sums, entry.extremes])))
         for key, channels in self._channels.items():
             has_both = channels.squares.new_tensor([channels.has_both])
             rows.append((("channels", *key), torch.cat([channels.amaxes, channels.squares, has_both])))
@@ -129,7 +126,8 @@ class Journal(Tap):
             (_, table, *key), x = json.loads(name), state[name]
             match table, key:
                 case "entries", [module, role, plane, fmt]:
-                    self._entries[module, role, plane, fmt] = Entry(x[:-3], x[-3:-1], int(x[-1]))
+                    samples, sums, extremes = x.split([1, len(FIELDS), len(EXTREMES)])
+                    self._entries[module, role, plane, fmt] = Entry(sums, extremes, int(samples))
                 case "channels", [module, role]:
                     self._channels[module, role] = Channels(x[:-3].float(), x[-3:-1], bool(x[-1]))
                 case (("spreads" | "scales"), [role, plane]):
@@ -165,12 +163,13 @@ class Journal(Tap):
         """Signal-to-noise in dB of all modules together, for each sampled step, role and plane; None if exact."""
         entries: list[DriftEntry] = []
         for (step, (role, plane)), sums in self._steps.items():
-            *totals, clipped = sums.tolist()
-            signal, noise, elements = totals[0], totals[1], totals[FIELDS.index("elements")]
-            value = 10 * math.log10(signal / noise) if signal > 0 < noise < math.inf else None
-            amax, limit = self._extremes[step, (role, plane)].tolist()
-            entry: DriftEntry = {"step": step, "role": role, "plane": plane, "snr_db": value, "amax": amax}
-            entry["limit"], entry["clipped"] = limit or None, clipped / max(1.0, elements)
+            totals = dict(zip(FIELDS, sums.tolist(), strict=True))
+            most = dict(zip(EXTREMES, self._extremes[step, (role, plane)].tolist(), strict=True))
+            snr = decibels(totals["signal"], totals["noise"])
+            value = None if snr == -math.inf else snr
+            entry: DriftEntry = {"step": step, "role": role, "plane": plane, "snr_db": value, "amax": most["coded"]}
+            entry["limit"] = most["limit"] or None
+            entry["clipped"] = totals["clipped"] / max(1.0, totals["elements"])
             entries.append(entry)
         return entries
 
@@ -201,12 +200,6 @@ T = TypeVar("T")
 
 def _add(table: dict[T, Tensor], key: T, values: Tensor) -> None:
     table[key] = table[key] + values if key in table else values
-
-
-def _largest(magnitudes: Tensor) -> Tensor:
-    """float64: the largest that is finite, 0 without one."""
-    usable = _finite(magnitudes)
-    return usable.max().double() if usable.numel() else usable.new_zeros((), dtype=torch.float64)
 
 
 def _finite(x: Tensor) -> Tensor:
