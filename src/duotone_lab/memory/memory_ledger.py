@@ -26,7 +26,7 @@ from duotone.errors import UserError
 from duotone.observe.unchanged import as_before, device_of
 from duotone.text import aligned, in_units
 from duotone_lab.memory.census import OUTSIDE, Call, Census
-from duotone_lab.memory.storages import Holdings, LiveStorages, holdings, sizes
+from duotone_lab.memory.storages import Holdings, holdings, peak_of, sizes
 
 
 @dataclass(frozen=True)
@@ -219,15 +219,10 @@ def _rows(model: nn.Module, owned: Holdings, census: Census) -> tuple[LedgerRow,
 
 
 def _measured_peak(step: Step, device: torch.device, living: list[Tensor], fixed: int) -> int:
-    if device.type != "cuda":
-        with LiveStorages(living) as live:
-            _backward(step())
-        return live.peak
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    _backward(step())
-    return torch.cuda.max_memory_allocated(device) - before + fixed
+    others = torch.cuda.memory_allocated(device) - fixed if device.type == "cuda" else 0
+    with peak_of(living, device) as measured:
+        _backward(step())
+    return measured.peak - others
 
 
 def _backward(output: Tensor) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from duotone_lab.memory.storages import LiveStorages, sizes, total_bytes
+from duotone_lab.memory.storages import peak_of, sizes, total_bytes
 
 
 @dataclass
@@ -42,11 +42,6 @@ def measure_step(parameters: Sequence[Tensor], other: Iterable[Tensor], device: 
     with `parameters` and the other tensors `other` before the step (masters, moments, buffers).
     """
     memory = StepMemory(weight_bytes=total_bytes(parameters))
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    with peak_of([*parameters, *other], device) as measured:
         yield memory
-        memory.peak_bytes = torch.cuda.max_memory_allocated(device)
-    else:
-        with LiveStorages([*parameters, *other]) as live:
-            yield memory
-        memory.peak_bytes = live.peak
+    memory.peak_bytes = measured.peak

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,21 @@ def total_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(sizes(tensors).values())
 
 
+class AllocatorPeak:
+    """The high-water mark of the CUDA allocator while it is active, in bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.peak = device, 0
+
+    def __enter__(self) -> Self:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.peak = torch.cuda.max_memory_allocated(self.device)
+
+
 class LiveStorages(TorchDispatchMode):
     """Counts the bytes of living storages while it is active; `peak` is their high-water mark.
 
@@ -73,6 +89,11 @@ class LiveStorages(TorchDispatchMode):
             self._references[key] = weakref.ref(storage, free)
             self.live += size
             self.peak = max(self.peak, self.live)
+
+
+def peak_of(living: Iterable[Tensor], device: torch.device) -> AllocatorPeak | LiveStorages:
+    """What measures the peak of a block: the allocator on CUDA, elsewhere live storages, which begin with `living`."""
+    return AllocatorPeak(device) if device.type == "cuda" else LiveStorages(living)
 
 
 @dataclass
