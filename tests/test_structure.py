@@ -35,6 +35,7 @@ def room_of(module: str) -> str:
     return inner[0] if package == "duotone" and inner else ""
 
 
+NEIGHBOURS = {"compat", "serving", "integrations"}
 LIBRARY = [path for path in FILES if room(path) not in ("integrations", "__main__") and "lab." not in room(path)]
 
 
@@ -79,6 +80,12 @@ def test_only_the_command_starts_the_tools() -> None:
         assert not any("lab." in name for name in imports(path)), path
         texts = [node.value for node in nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         assert not [text for text in texts if text.startswith("duotone_lab")], path
+
+
+def test_the_library_imports_none_of_its_neighbours() -> None:
+    """`duotone/__init__.py` alone has their names."""
+    for path in (path for path in LIBRARY if room(path) not in NEIGHBOURS | {"__init__"}):
+        assert not imports(path) & NEIGHBOURS, path
 
 
 def test_every_room_has_its_place_in_the_order() -> None:

@@ -120,8 +120,7 @@ def test_all_values_may_change(duotone, good, tmp_path):
         (("more",), deep(60)),
         (("settings", "linears", "layers.0.attention.qkv"), []),
         (("settings", "linears", "layers.0.attention.qkv"), [0, 0]),
-        (("settings", "linears"), [[64, 64, 10**9]]),
-        (("settings", "linears"), [[64, 64, 200]] * 1000),
+        (("settings", "linears"), [[64, 64]]),
         (("settings", "size"), [4096]),
         (("settings", "seed"), True),
         (("runs", 0, "heldout_loss"), [[1, float("inf")]]),
@@ -146,7 +145,7 @@ def test_values_without_a_meaning_are_refused(refused, good, path, value, tmp_pa
         lambda result: [run.update(heldout_loss=[[2, 0.0]], final_heldout_loss=0.0) for run in result["runs"]],
         lambda result: [run.update(final_heldout_loss=1e99, gap_percent=-1e99) for run in result["runs"]],
         lambda result: [run.update(train_loss=[[1, 1e99], [2, 1e99]], heldout_loss=[]) for run in result["runs"]],
-        lambda result: result["settings"].update(linears=[[64, 64, 200]] * 20),
+        lambda result: result["settings"].update(linears={str(at): [64, 64] for at in range(400)}),
         lambda result: result.update(runs=result["runs"] * 20),
     ],
 )

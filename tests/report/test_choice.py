@@ -80,7 +80,10 @@ def test_on_a_gpu_the_steps_of_this_run_decide(result: Result) -> None:
 
 
 def test_linears_within_the_measured_shapes_are_interpolated_and_marked(result: Result) -> None:
-    ranked(result)["settings"] |= {"tokens_per_step": 8192, "linears": [[4096, 8192, 14]]}
+    ranked(result)["settings"] |= {
+        "tokens_per_step": 8192,
+        "linears": {str(layer): (4096, 8192) for layer in range(14)},
+    }
     assert "for the linears of this model, and" in choice.answer(result) and "(interpolated)" in choice.answer(result)
     assert 'hollow"><title>fp8-current' in render(result)
 

@@ -64,11 +64,8 @@ def hardware(result: Document) -> Hardware:
 
 
 def _shapes(settings: Settings, size: Sequence[int] | None) -> dict[str, Shape]:
-    """Tokens, features in and out of each linear, by its module or, in old results, by a number."""
+    """Tokens, features in and out of each linear, by its module."""
     linears = settings.get("linears") or {"": UNNAMED}
-    if not isinstance(linears, Mapping):
-        repeated = [linear for *linear, count in linears for _ in range(count)]
-        linears = {str(index): linear for index, linear in enumerate(repeated)}
     sizes, tokens = [(inputs, outputs) for inputs, outputs in linears.values()], settings.get("tokens_per_step") or 0
     if size is not None:
         sizes, tokens = speeds.widened(sizes, size[0]), size[1]

@@ -251,10 +251,6 @@ class SearchEntry(TypedDict):
     memory: Number
 
 
-OldLinears = Annotated[Sequence[tuple[Features, Features, Annotated[int, Within(0, 200)]]], Within(0, 20)]
-"""Features in and out, and the number of linears with them, in results of earlier versions."""
-
-
 class Machine(TypedDict, total=False):
     """What the numbers were measured on."""
 
@@ -270,8 +266,8 @@ class Machine(TypedDict, total=False):
 class Settings(TypedDict, total=False):
     """What was trained, on what and for how long.
 
-    `linears`: features in and out of each that follows a recipe; results of earlier versions have a list of (in, out,
-    count). `size`: the width and the tokens for which speeds are predicted, if they are not those of the model.
+    `linears`: features in and out of each that follows a recipe. `size`: the width and the tokens for which speeds are
+    predicted, if they are not those of the model.
     """
 
     command: str | None
@@ -287,7 +283,7 @@ class Settings(TypedDict, total=False):
     seed: Count
     seeds: Count
     judged_step: Count | None
-    linears: Mapping[str, Pair] | OldLinears
+    linears: Mapping[str, Pair]
     size: Pair
     search: SearchEntry
     learning_rate: Number

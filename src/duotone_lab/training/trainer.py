@@ -2,7 +2,6 @@
 
 import json
 import math
-import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 import duotone
 from duotone.errors import UserError
 from duotone.planned.planned import Planned
-from duotone.recipes import Phase, Recipe, Schedule, any_from_dict
+from duotone.recipes import Phase, Recipe, Schedule
 from duotone_lab.training import checkpoint, meta, model, models
 from duotone_lab.training.checkpoint import Checkpoint
 from duotone_lab.training.config import TrainConfig, require_device
@@ -208,7 +207,7 @@ class Trainer:
             )
 
     def _require_same_recipe(self, saved: Checkpoint, path: Path) -> None:
-        _require_same("recipe", _as_written_now(saved.meta.get("recipe")), _as_json(self.chosen.to_dict()), path)
+        _require_same("recipe", saved.meta.get("recipe"), _as_json(self.chosen.to_dict()), path)
 
     def _require_same_run(self, saved: Checkpoint, path: Path) -> None:
         config = {**self.config.to_dict(), "steps": saved.meta["config"]["steps"]}
@@ -241,16 +240,6 @@ def _require_same(what: str, stored: object, current: object, path: Path) -> Non
             f"the checkpoint {path} has another {what}: {_difference(stored, current)}; "
             "resume with what it was made with, or train anew with another --out"
         )
-
-
-def _as_written_now(recipe: Any) -> Any:
-    """A stored recipe with the fields that recipes have now; as it is where it cannot be read, as one of a function."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # names of fields that nobody has written by hand
-            return _as_json(any_from_dict(recipe).to_dict())
-    except UserError:
-        return recipe
 
 
 def _as_json(value: object) -> Any:
