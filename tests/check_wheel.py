@@ -18,7 +18,7 @@ LARGEST = 1_000_000
 RUN = """
 import sys
 sys.modules["triton"] = None
-import torch, duotone
+import torch, duotone, duotone_lab
 assert duotone.__file__.startswith(sys.argv[1]), duotone.__file__
 for recipe in ("nvfp4", "mxfp8"):
     model = duotone.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), recipe, rules=())
@@ -30,6 +30,7 @@ assert torch.equal(x.grad, wanted), "a compiled gradient differs"
 before = [p.clone() for p in model.parameters()]
 duotone.optim.AdamW(model.parameters(), lr=0.1).step()
 assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before)), "a parameter did not move"
+assert duotone_lab.ledger(model, lambda: model(x).sum()).predicted_peak > 0, "the ledger predicts nothing"
 print(f"duotone {duotone.__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}")
 print(f"{len(duotone.recipes.names())} recipes, {len(duotone.formats.names())} formats")
 """
