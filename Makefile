@@ -7,16 +7,24 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $
 
 # For torch without CUDA, which brings none: tests/kernels/budgets.json is recorded with it.
 TRITON := triton==3.6.0; platform_system == 'Linux' and platform_machine == 'x86_64'
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 NEWEST := $(CURDIR)/build/newest-triton
 
-.PHONY: demo test test-newest-triton test-torch lint wheel try-wheel site docs clean
+.PHONY: demo test test-rest test-all test-newest-triton test-torch lint wheel try-wheel site docs clean
 
 demo: $(VENV)/.installed-cli
 	$(BIN)/duotone compare --force --out runs/demo
 
-# Files in the order of their names: sorted by their number of tests, those with one long test would come last.
+# Each feature once. Files in the order of their names: by their number of tests, one long test would come last.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+# What `make test` leaves out, without slow tests: graphs, ranks, other libraries, pages, all recipes.
+test-rest: $(VENV)/.installed-dev
+	$(PYTEST) -m "rest and not slow"
+
+test-all: $(VENV)/.installed-dev
+	$(PYTEST) -m ""
 
 # Its own warnings, and budgets that it exceeds, do not fail.
 test-newest-triton: $(VENV)/.installed-dev
@@ -28,7 +36,7 @@ test-newest-triton: $(VENV)/.installed-dev
 test-torch:
 	mkdir -p build
 	sed 's/^torch==.*/torch$(addprefix ==,$(TORCH))/' constraints.txt > build/torch$(TORCH).txt
-	$(MAKE) wheel test VENV=build/torch$(TORCH) CONSTRAINTS=build/torch$(TORCH).txt
+	$(MAKE) wheel test test-rest VENV=build/torch$(TORCH) CONSTRAINTS=build/torch$(TORCH).txt
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests bench docs

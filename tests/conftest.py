@@ -2,15 +2,20 @@
 
 import gc
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+import duotone
+
+TESTS = Path(__file__).parent
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when Hugging Face's packages are imported: tests use no network
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process that compiles starts a pool of others
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # what the processor has; else six programs are compiled first
@@ -39,6 +44,100 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(200_000, 10, 100)
     gc.enable()
+
+
+QUICK = "not slow and not rest"
+"""What `make test` runs: the expression of `addopts` in pyproject.toml."""
+
+REST = {
+    "attention/test_compile.py",
+    "attention/test_compile_layer.py",
+    "attention/test_context_parallel.py",
+    "attention/test_parallel.py",
+    "cli/test_compare.py",
+    "cli/test_pages.py",
+    "cli/test_parallel.py",
+    "cli/test_train.py",
+    "conversion/test_encoder.py",
+    "conversion/test_fuse_models.py",
+    "conversion/test_llama.py",
+    "conversion/test_mixtral.py",
+    "dispatch/test_graph_patterns.py",
+    "dispatch/test_inductor.py",
+    "distributed",
+    "gpu",
+    "integrations",
+    "kernels/test_compile.py",
+    "lab/test_hf.py",
+    "linear/test_saved_in_graphs.py",
+    "modules/test_after_compile.py",
+    "modules/test_compile.py",
+    "modules/test_flagged_microbatches.py",
+    "modules/test_frames.py",
+    "modules/test_graph_options.py",
+    "modules/test_graph_regions.py",
+    "modules/test_one_graph.py",
+    "observe/test_advise_encoder.py",
+    "observe/test_page.py",
+    "report/test_browser.py",
+    "state/test_traced_plans.py",
+    "tensor/test_compiled.py",
+    "test_examples.py",
+    "test_site.py",
+}
+"""Folders and files that `make test` leaves out: graphs, ranks, other libraries, pages. They take most of the time."""
+
+BRIEF = {
+    "cli/test_compare.py": {"test_it_leaves_a_report_and_its_numbers_and_ends_with_a_table"},
+    "cli/test_train.py": {
+        "test_it_leaves_checkpoints_and_a_report",
+        "test_a_schedule_is_resumed_in_its_later_phase_and_ends_as_an_uninterrupted_run",
+        "test_resume_with_other_settings_is_refused_and_changes_nothing",
+    },
+    "distributed/test_brief.py": {"test_every_check_of_the_worker_passes_on_all_ranks"},
+    "test_examples.py": {"test_own_training_loop_trains_and_prints_what_ran"},
+}
+"""The tests of these files that `make test` runs."""
+
+GRAPHS = re.compile(r"compile|graph|export(s|ed)_program|traced")
+"""Names of tests that trace. `make test` runs those of test_kinds_compile.py, and those of the folders of `WHOLE`."""
+
+OFTEN = {"fp8-current", "mxfp8", "nvfp4", "fp8-delayed", "bf16"}
+"""The recipes under which `make test` runs a test of many recipes, except in the folders of `WHOLE`."""
+
+WHOLE = {"compat", "dispatch", "formats", "optim", "recipes", "state", "tensor", "tests"}
+
+
+def is_rest(path: Path, test: str = "") -> bool:
+    """Whether `make test` leaves out a test of a file, or without `test` the whole file."""
+    name = path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
+    brief = BRIEF.get(name, set())
+    return not REST.isdisjoint({name, name.partition("/")[0]}) and test not in brief and not (brief and not test)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A path on the command line runs all its tests, except slow ones."""
+    is_path = config.args_source is pytest.Config.ArgsSource.ARGS and not hasattr(config, "workerinput")
+    if is_path and config.option.markexpr == QUICK:
+        config.option.markexpr = "not slow"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file that `make test` leaves out."""
+    return True if config.option.markexpr == QUICK and collection_path.is_file() and is_rest(collection_path) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test` leaves out."""
+    seldom = set(duotone.recipes.names()) - OFTEN
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        values = {each for each in callspec.params.values() if isinstance(each, str)} if callspec else set()
+        is_graph = GRAPHS.search(item.name) is not None and item.path.name != "test_kinds_compile.py"
+        is_whole = item.path.parent.name in WHOLE or not (is_graph or seldom & values)
+        if is_rest(item.path, item.name.partition("[")[0]) or not is_whole:
+            item.add_marker("rest")
 
 
 SMALL_TENSORS = {"conversion", "formats", "optim", "tensor"}

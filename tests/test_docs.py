@@ -71,6 +71,9 @@ PREAMBLES = {
     ("docs/parallel.md", 7): MODEL + "optimizer = torch.optim.AdamW(model.parameters())",
 }
 
+FIRST = ("README.md", "docs/index.md", "docs/tutorial.md")
+"""Pages whose code `make test` runs."""
+
 NEEDS = {
     ("docs/attention.md", 2): "transformers",
     ("docs/hugging-face.md", 0): "transformers",
@@ -102,7 +105,13 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("page", "number", "code"), BLOCKS, ids=[f"{page}-{number}" for page, number, _ in BLOCKS])
+@pytest.mark.parametrize(
+    ("page", "number", "code"),
+    [
+        pytest.param(page, number, code, id=f"{page}-{number}", marks=[] if page in FIRST else pytest.mark.rest)
+        for page, number, code in BLOCKS
+    ],
+)
 def test_a_block_runs_as_it_is_written(
     page: str, number: int, code: str, one_rank: None, tmp_path, monkeypatch
 ) -> None:

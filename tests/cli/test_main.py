@@ -48,6 +48,7 @@ def test_ctrl_c_outside_a_run_ends_with_130(duotone, monkeypatch):
     assert duotone() == (130, "", "")
 
 
+@pytest.mark.rest
 def test_the_installed_command_needs_no_display_code_to_help():
     code = """
 import sys
@@ -60,6 +61,7 @@ print(sorted(absent & set(sys.modules)))
     assert process.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.rest
 def test_without_its_packages_the_command_says_what_to_install():
     code = "import sys; sys.modules['click'] = None; sys.argv = ['duotone', 'formats']; " + (
         "from duotone.__main__ import main; main()"
@@ -102,6 +104,7 @@ def test_a_history_that_no_memory_holds_is_one_line(refused, tmp_path):
         assert "amax_history_len is 1000000000000; it must be an integer" in refused(command, "--recipe", path)
 
 
+@pytest.mark.rest
 def test_a_warning_is_one_line_and_a_closed_pipe_no_traceback(tmp_path):
     path = tmp_path / "nowhere.toml"
     path.write_text('base = "mxfp8"\n[[rules]]\nmodule = "absent"\nformat = "nvfp4"\n')

@@ -155,6 +155,7 @@ def test_a_compiler_that_hangs_after_the_probe_is_one_warning(tmp_path, monkeypa
 
 
 @needs_compiler
+@pytest.mark.rest
 def test_a_damaged_library_in_the_cache_is_one_warning(tmp_path) -> None:
     """A process fills the cache; the libraries are cut short; the next one computes the same."""
     names = {"PYTHONPATH": os.pathsep.join(sys.path), compiler.FOLDER: str(tmp_path), "CXX": str(CXX)}

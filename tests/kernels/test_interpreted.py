@@ -34,7 +34,13 @@ def interpret() -> Iterator[Callable[[str], tuple[int, list[str]]]]:
             yield ask
 
 
-@pytest.mark.parametrize("checks", [*FEWEST, *(pytest.param(f"{name} all", marks=pytest.mark.slow) for name in FEWEST)])
+@pytest.mark.parametrize(
+    "checks",
+    [
+        *(pytest.param(name, marks=[pytest.mark.rest] if name == "segments" else []) for name in FEWEST),
+        *(pytest.param(f"{name} all", marks=pytest.mark.slow) for name in FEWEST),
+    ],
+)
 def test_interpreted_kernels_are_right(interpret: Callable[[str], tuple[int, list[str]]], checks: str) -> None:
     comparisons, wrong = interpret(checks)
     assert not wrong

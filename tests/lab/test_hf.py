@@ -115,7 +115,7 @@ def test_the_plan_needs_no_weights_and_names_what_stays():
     ("name", "message"),
     [
         ("hf:NoSuchModel", "hf:NoSuchModel is neither a folder with a config.json nor a causal language model"),
-        ("hf:BertModel", "hf:transformers.BertModel is neither"),
+        ("hf:BertModel", "hf:BertModel is neither"),
         ("hf:{tmp}", "is neither a folder with a config.json"),
         ("hf:", "hf: is neither"),
         ("hf:{tmp}/small", "has vocab_size 100, but the preset tiny trains on bytes and needs at least 256"),

@@ -556,6 +556,7 @@ def census() -> int:
 
 
 @pytest.mark.parametrize("recipe", [MX, DELAYED], ids=lambda r: r.name)
+@pytest.mark.rest
 def test_many_switches_between_training_and_evaluation_leak_nothing(recipe) -> None:
     """Issue 3, numbers."""
     from duotone.planned import traced_stages as traced
@@ -666,7 +667,7 @@ def test_under_torch_autocast_a_quantized_weight_multiplies_in_its_dtype(name: s
     assert all(torch.equal(*both) for both in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "fp8-delayed"])
+@pytest.mark.parametrize("name", ["mxfp8", pytest.param("fp8-delayed", marks=pytest.mark.rest)])
 def test_an_interrupted_cast_keeps_all_parameters(name: str) -> None:
     """A weight was missing in what was saved then, and no cast brought it back."""
 

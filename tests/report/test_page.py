@@ -337,6 +337,7 @@ def test_one_step_is_enough_for_a_page(build: Callable[..., Result]) -> None:
     check_drawing(render(build(steps=1, layers=1)))
 
 
+@pytest.mark.rest
 def test_a_large_result_stays_below_one_megabyte_with_everything_in_it(build: Callable[..., Result]) -> None:
     result = build(steps=5000, layers=15)
     for run in result["runs"]:
@@ -351,6 +352,7 @@ def test_a_large_result_stays_below_one_megabyte_with_everything_in_it(build: Ca
     assert "layers.14.mlp.down</th>" in text
 
 
+@pytest.mark.rest
 def test_a_model_of_eighty_layers_stays_below_one_megabyte_with_each_layer(build: Callable[..., Result]) -> None:
     result = build(steps=200, layers=80)
     next(e for e in run_named(result, "mxfp8")["statistics"] if e["module"] == "layers.7.mlp.down")["snr_db"] = -3.21
@@ -361,6 +363,7 @@ def test_a_model_of_eighty_layers_stays_below_one_megabyte_with_each_layer(build
     assert "layers.*.mlp.down (80)" in text and "tick it to see each" in text
 
 
+@pytest.mark.rest
 def test_a_huge_result_shows_kinds_alone(build: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("duotone_lab.report.page.LIMIT_BYTES", 250_000)
     result = build(steps=200, layers=80)
