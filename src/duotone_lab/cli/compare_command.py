@@ -1,15 +1,12 @@
 """`duotone compare`: the same model under each recipe and seed, and a report."""
 
-import shlex
 from functools import partial
 from pathlib import Path
 
 import click
 
 from duotone_lab.cli import command_options as options
-from duotone_lab.cli.interrupt import Interrupt
 from duotone_lab.training.presets import DEFAULT_RECIPES
-from duotone_lab.training.schema import Settings
 
 
 @click.command(cls=options.ListCommand)
@@ -58,8 +55,9 @@ def compare(  # noqa: PLR0913 (one argument for each option)
 
     With --parallel, run it under torchrun. The report then has memory and bytes of each rank, but no errors of planes.
     """
-    from duotone_lab.cli import run_display, runs, summary
-    from duotone_lab.training import comparison, outputs
+    from duotone_lab.cli import runs, summary
+    from duotone_lab.cli.processes import processes
+    from duotone_lab.training import comparison
 
     folder = Path(out or "runs/compare")
     if parallel is not None and not resume and (folder / summary.RESULT).exists():
@@ -71,23 +69,23 @@ def compare(  # noqa: PLR0913 (one argument for each option)
         chosen = runs.continued_comparison(folder, [*typed.values(), recipes, size, strict, force], seeds=seeds)
     else:
         chosen = runs.new_comparison(folder, recipes, typed, size=size, seeds=seeds, strict=strict, force=force)
-    if parallel is not None:
-        from duotone_lab.cli import parallel_run
-
-        parallel_run.compare(context, parallel, folder, chosen, as_json=as_json, resume=resume, every=save_every)
-        return
-    saving, publish = comparison.saving(folder, save_every), partial(summary.write_numbers, folder=folder)
-    about: Settings = {"command": context.obj, **chosen.about}
-    with outputs.locked(outputs.make_folder(folder)), Interrupt() as interrupt:
-        if not resume:
+    saving = comparison.saving(folder, save_every)
+    with processes(parallel, chosen.config.device) as ranks, ranks.locked(folder):
+        if ranks.is_first and not resume:
             comparison.forget(saving.folder)
-        with run_display.choose() as display:
+        ranks.agreed(False)  # no rank looks for checkpoints before those of another comparison are gone
+        with ranks.display() as display:
             result = comparison.compare(
-                *chosen[:3], about, progress=display, should_stop=interrupt, publish=publish, saving=saving
+                *chosen[:3],
+                {"command": context.obj, **chosen.about},
+                progress=display,
+                should_stop=ranks.should_stop,
+                publish=partial(summary.write_numbers, folder=folder) if ranks.is_first else None,
+                make=ranks.make,
+                saving=saving,
             )
-        summary.print_summary(result, as_json=as_json)
-        summary.write_result(result, folder, quiet=as_json)
-    if result["partial"]:
-        click.echo(f"Continue with: duotone compare --resume --out {shlex.quote(str(folder))}", err=True)
-        context.exit(interrupt.exit_code)
-    context.exit(int(any(run["error"] for run in result["runs"])))
+        if ranks.is_first:
+            summary.print_summary(result, as_json=as_json)
+            summary.write_result(result, folder, quiet=as_json)
+    failed = any(run["error"] for run in result["runs"])
+    context.exit(ranks.interrupt.exit_of(context, folder, stopped=result["partial"], failed=failed))

@@ -56,11 +56,12 @@ def export(folder: str, out: str | None, scheme: str | None, ignore: tuple[str, 
 def _trained(folder: Path) -> "Trainer":
     """The run in `folder` at its newest checkpoint."""
     from duotone_lab.cli import runs
-    from duotone_lab.training import checkpoint
+    from duotone_lab.training.trainer import Trainer
 
-    if not checkpoint.steps(folder / runs.CHECKPOINTS):
+    path = Trainer.newest(folder / runs.CHECKPOINTS)
+    if path is None:
         raise UserError(f"{folder} holds no checkpoint: give the --out of a run of duotone train")
-    path = checkpoint.latest(folder / runs.CHECKPOINTS)
-    trainer, saved = runs.trainer_of(path, None, False, {})
+    saved = Trainer.read(path)
+    trainer = runs.trainer_of(saved, path)
     trainer.restore(saved, path)
     return trainer

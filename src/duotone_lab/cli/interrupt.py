@@ -2,9 +2,13 @@
 
 import contextlib
 import os
+import shlex
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
+
+import click
 
 STDOUT, STDERR = 1, 2
 """A handler may run inside a write to a stream, so it goes past it."""
@@ -40,6 +44,14 @@ class Interrupt:
 
     def __call__(self) -> bool:
         return self.requested
+
+    def exit_of(self, context: click.Context, folder: Path, *, stopped: bool, failed: bool) -> int:
+        """The exit code of a command. If it was stopped, print what continues it."""
+        if not stopped:
+            return int(failed)
+        if context.params.get("parallel") is None:
+            click.echo(f"Continue with: {context.command_path} --resume --out {shlex.quote(str(folder))}", err=True)
+        return self.exit_code
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:

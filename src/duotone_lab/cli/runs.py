@@ -3,7 +3,7 @@
 Cheap checks come first.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -13,11 +13,12 @@ import click
 from duotone import files
 from duotone import recipes as library
 from duotone.errors import UserError
-from duotone.recipes import Recipe, Schedule
 from duotone_lab.cli import summary
 from duotone_lab.cli.command_options import Typed
 from duotone_lab.cli.inputs import config_from, make_strict
-from duotone_lab.training import checkpoint, comparison, continuation, data, document, evidence, meta, outputs, texts
+from duotone_lab.cli.processes import Processes
+from duotone_lab.training import checkpoint, comparison, continuation, data, document, evidence, outputs, texts
+from duotone_lab.training.checkpoint import Checkpoint
 from duotone_lab.training.config import TrainConfig
 from duotone_lab.training.data import Corpus
 from duotone_lab.training.loop import Run
@@ -26,6 +27,7 @@ from duotone_lab.training.schema import Settings
 from duotone_lab.training.trainer import Trainer
 
 CHECKPOINTS = "checkpoints"
+NOTHING: Mapping[str, Typed] = {}
 
 
 class Runs(NamedTuple):
@@ -91,70 +93,65 @@ def continued_comparison(folder: Path, typed: Sequence[object], *, seeds: int) -
 
 @contextmanager
 def training(
-    folder: Path, recipe: str | None, strict: bool, typed: Mapping[str, Typed], *, resume: bool, force: bool
+    ranks: Processes,
+    folder: Path,
+    recipe: str | None,
+    strict: bool,
+    typed: Mapping[str, Typed],
+    *,
+    resume: bool,
+    force: bool,
 ) -> Iterator[tuple[Trainer, Run]]:
-    """A trainer and its run so far, with `folder` locked.
+    """A trainer and its run so far, with `folder` locked. What torchrun starts again resumes where it can.
 
     UserError if a fresh run finds checkpoints in the folder, or one to resume finds none that fits.
     """
-    checkpoints = folder / CHECKPOINTS
+    checkpoints, newest = folder / CHECKPOINTS, ranks.kind.newest
     outputs.require_writable(folder)
-    if not resume:
-        _require_no_run(folder)
+
+    def require_no_run() -> None:
+        if newest(checkpoints) is not None:
+            raise UserError(f"{folder} holds checkpoints: continue them with --resume, or choose another --out")
+
+    if resume or (ranks.has_restarted and newest(checkpoints) is not None):
+        checkpoint.require(newest(checkpoints), checkpoints)  # a UserError before the lock makes a file
+        trainer = None
+    else:
+        require_no_run()
         summary.require_none(folder, force)
-        chosen, config = settings(recipe, strict, typed)
-        trainer = _trainer(config, chosen)
-        with outputs.locked(outputs.make_folder(folder)):
+        trainer = trainer_of(None, Path(), recipe, strict, typed, ranks.make)
+    with ranks.locked(folder):
+        if ranks.is_first:
             files.remove_leftovers(checkpoints, checkpoint.STEP_NAME)
-            _require_no_run(folder)  # another process may have had the lock meanwhile
-            yield trainer, Run(chosen.name, chosen, config.seed)
-        return
-    checkpoint.latest(checkpoints)  # a UserError before the lock makes a file
-    with outputs.locked(folder):
-        files.remove_leftovers(checkpoints, checkpoint.STEP_NAME)
-        path = checkpoint.latest(checkpoints)
-        trainer, saved = trainer_of(path, recipe, strict, typed)
+        if trainer is not None:
+            require_no_run()  # another process may have had the lock meanwhile
+            yield trainer, Run(trainer.chosen.name, trainer.chosen, trainer.config.seed)
+            return
+        path = checkpoint.require(newest(checkpoints), checkpoints)
+        saved = ranks.kind.read(path)
+        trainer = trainer_of(saved, path, recipe, strict, typed, ranks.make)
         run = Run(trainer.chosen.name, trainer.chosen, trainer.config.seed)
         run.resume(trainer, path)
-        tell_length(trainer.config, saved)
+        if note := trainer.config.length_note(saved.meta["config"]["steps"], saved.step):
+            click.echo(note, err=True)
         yield trainer, run
 
 
 def trainer_of(
-    path: Path, recipe: str | None, strict: bool, typed: Mapping[str, Typed]
-) -> tuple[Trainer, checkpoint.Checkpoint]:
-    """A trainer with the settings of the checkpoint `path`, and the checkpoint, which is yet to be restored."""
-    saved = checkpoint.load(path)
-    meta.require_run(saved, path)  # before its config makes a trainer
-    chosen, config = settings(recipe, strict, typed, saved, path)
-    return _trainer(config, chosen), saved
+    saved: Checkpoint | None,
+    path: Path,
+    recipe: str | None = None,
+    strict: bool = False,
+    typed: Mapping[str, Typed] = NOTHING,
+    make: Callable[..., Trainer] = Trainer,
+) -> Trainer:
+    """A trainer with the typed options; others are those of the checkpoint `saved` at `path`, else defaults.
 
-
-def settings(
-    recipe: str | None,
-    strict: bool,
-    typed: Mapping[str, Typed],
-    saved: checkpoint.Checkpoint | None = None,
-    path: Path = Path(),
-) -> tuple[Recipe | Schedule, TrainConfig]:
-    """The recipe and the config of the options. Where one was not typed it is that of `saved`, else its default."""
-    if saved is None:
-        return make_strict(library.load_any(recipe or "mxfp8"), strict), config_from(typed)
-    stored = library.any_from_dict(saved.meta["recipe"], where=str(path))
-    chosen = make_strict(library.load_any(recipe) if recipe else stored, strict)
-    return chosen, config_from(typed, saved.meta["config"])
-
-
-def tell_length(config: TrainConfig, saved: checkpoint.Checkpoint) -> None:
-    """Print what another number of steps changes."""
-    if note := config.length_note(saved.meta["config"]["steps"], saved.step):
-        click.echo(note, err=True)
-
-
-def _trainer(config: TrainConfig, chosen: Recipe | Schedule) -> Trainer:
-    return Trainer(config, chosen, data.load(config.data, context=config.preset.model.context))
-
-
-def _require_no_run(folder: Path) -> None:
-    if checkpoint.steps(folder / CHECKPOINTS):
-        raise UserError(f"{folder} holds checkpoints: continue them with --resume, or choose another --out")
+    The checkpoint is yet to be restored.
+    """
+    if recipe or saved is None:
+        chosen = library.load_any(recipe or "mxfp8")
+    else:
+        chosen = library.any_from_dict(saved.meta["recipe"], where=str(path))
+    config = config_from(typed, saved and saved.meta["config"])
+    return make(config, make_strict(chosen, strict), data.load(config.data, context=config.preset.model.context))

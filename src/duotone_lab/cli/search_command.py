@@ -1,6 +1,5 @@
 """`duotone search`: the recipe of a model for a speed, a memory or a gap, with evidence and a check."""
 
-import shlex
 from pathlib import Path
 
 import click
@@ -51,8 +50,5 @@ def search(context: click.Context, out: str | None, resume: bool, **typed: optio
             summary.write_result(finding.document, folder)
             recipe_search.print_finding(finding, chosen)
             click.echo(f"Recipe: {folder / evidence.RECIPE}\nEvidence: {folder / evidence.EVIDENCE}")
-    if interrupt.requested:
-        click.echo(f"Continue with: duotone search --resume --out {shlex.quote(str(folder))}", err=True)
-        context.exit(interrupt.exit_code)
-    if finding is None or finding.measured is None:
-        context.exit(1)
+    failed = finding is None or finding.measured is None
+    context.exit(interrupt.exit_of(context, folder, stopped=interrupt.requested, failed=failed))

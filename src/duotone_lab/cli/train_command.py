@@ -1,15 +1,11 @@
 """`duotone train`: one recipe, with checkpoints that a later call continues bit for bit."""
 
-import shlex
-from functools import partial
 from pathlib import Path
 
 import click
 
 from duotone.errors import UserError
 from duotone_lab.cli import command_options as options
-from duotone_lab.cli.interrupt import Interrupt
-from duotone_lab.training.schema import Settings
 
 
 @click.command(cls=options.ListCommand)
@@ -39,40 +35,37 @@ def train(
 
     With --parallel, run it under torchrun. A restart by torchrun resumes by itself.
     """
-    from duotone_lab.cli import run_display, runs, summary
+    from duotone_lab.cli import runs, summary
+    from duotone_lab.cli.processes import processes
     from duotone_lab.training import document, loop
 
     folder = Path(out or "runs/train")
-    if parallel is not None:
-        from duotone_lab.cli import parallel_run
-
-        choose = partial(runs.settings, recipe, strict, typed)
-        choose()  # bad input is an error before the ranks meet
-        parallel_run.train(context, parallel, folder, choose, force=force, resume=resume, every=save_every)
-        return
-    with runs.training(folder, recipe, strict, typed, resume=resume, force=force) as (trainer, run):
-        if trainer.completed == trainer.config.steps:
-            click.echo(f"{folder} is at its last step, {trainer.completed}: nothing is left to train")
+    with (
+        processes(parallel, str(typed["device"] or "cpu")) as ranks,
+        runs.training(ranks, folder, recipe, strict, typed, resume=resume, force=force) as (trainer, run),
+    ):
+        config, corpus = trainer.config, trainer.corpus
+        if trainer.completed == config.steps and not ranks.has_restarted:
+            click.echo(f"{folder} is at its last step, {config.steps}: nothing is left to train")
             return
 
         def report() -> None:
-            about: Settings = {"command": context.obj}
-            written = document.document(trainer.config, trainer.corpus, [run], about, partial=run.stopped)
-            summary.print_summary(written)
-            summary.write_result(written, folder)
+            if ranks.is_first:
+                for event in run.observed.get("events", ()):
+                    if event["text"].startswith("rank "):
+                        click.echo(event["text"])
+                written = document.document(config, corpus, [run], {"command": context.obj}, partial=run.stopped)
+                summary.print_summary(written)
+                summary.write_result(written, folder)
 
-        with Interrupt() as interrupt:
-            try:
-                with run_display.choose() as display:
-                    saving = loop.Saving(folder / runs.CHECKPOINTS, save_every)
-                    loop.train(trainer, run, saving=saving, progress=display, should_stop=interrupt)
-            except UserError:
-                if run.train_loss:
-                    report()  # the losses are not lost with the last checkpoint
-                raise
-            report()
-    if run.stopped:
-        click.echo(f"Continue with: duotone train --resume --out {shlex.quote(str(folder))}", err=True)
-        context.exit(interrupt.exit_code)
-    if run.error:
-        context.exit(1)
+        try:
+            with ranks.display() as display:
+                saving = loop.Saving(folder / runs.CHECKPOINTS, save_every)
+                loop.train(trainer, run, saving=saving, progress=display, should_stop=ranks.should_stop)
+        except UserError:
+            if run.train_loss:
+                report()  # the losses are not lost with the last checkpoint
+            raise
+        report()
+        del trainer  # the process group ends when no object refers to it
+    context.exit(ranks.interrupt.exit_of(context, folder, stopped=run.stopped, failed=run.error is not None))

@@ -155,11 +155,22 @@ def steps(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
 
 
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint below `folder`, None without one."""
+    return next(reversed(steps(folder)), None)
+
+
 def latest(folder: Path) -> Path:
     """The newest checkpoint below `folder`; UserError if there is none."""
-    if paths := steps(folder):
-        return paths[-1]
-    raise UserError(f"no checkpoint to resume from in {folder}: train without --resume, or give the --out of that run")
+    return require(newest(folder), folder)
+
+
+def require(path: Path | None, folder: Path) -> Path:
+    """The checkpoint `path` below `folder`; UserError if there is none."""
+    if path is None:
+        remedy = "train without --resume, or give the --out of that run"
+        raise UserError(f"no checkpoint to resume from in {folder}: {remedy}")
+    return path
 
 
 def _portable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

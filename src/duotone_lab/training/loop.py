@@ -152,6 +152,7 @@ def train(
     A checkpoint that cannot be written is a note, except the last one: a UserError.
     """
     progress = progress or Progress()
+    run.is_observed &= trainer.observes
     run.observed["plan"] = [cast(GemmEntry, row.to_dict()) for row in trainer.plan()]
     progress.begin(
         run.label or run.name,

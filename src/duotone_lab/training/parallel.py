@@ -137,6 +137,8 @@ class ParallelTrainer(Trainer):
     Losses are means over all ranks. They agree with those of one process up to the order of sums.
     """
 
+    observes = False
+
     def __init__(
         self,
         parallel: Parallel,
@@ -224,12 +226,23 @@ class ParallelTrainer(Trainer):
             for old in checkpoint.steps(folder)[: -checkpoint.MOST]:
                 files.remove_folder(old)
 
-    def newest(self, folder: Path) -> Path | None:
+    @staticmethod
+    def newest(folder: Path) -> Path | None:
         return distributed.latest(folder)
+
+    @staticmethod
+    def read(path: Path) -> Checkpoint:
+        """The step and the description of a run in a checkpoint, without its tensors."""
+        extra = distributed.extra(path)
+        if {"meta", "step"} - extra.keys():
+            raise UserError(f"{path} is no checkpoint of duotone train or compare: give the --out of such a run")
+        saved = Checkpoint(int(extra["step"]), {}, {}, {}, json.loads(bytes(extra["meta"].tolist())))
+        meta.require_run(saved, path)
+        return saved
 
     def resume(self, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Load a checkpoint; gives the history of its run. UserError, with nothing changed, if it is of another run."""
-        saved = saved_run(path)
+        saved = self.read(path)
         self._require_same_phases(saved, path)
         self._require_same_recipe(saved, path)
         self._require_same_run(saved, path)
@@ -251,16 +264,6 @@ class ParallelTrainer(Trainer):
         texts = [""] * dist.get_world_size()
         dist.all_gather_object(texts, text)
         return [f"rank {rank}: {each} a step" for rank, each in enumerate(texts)]
-
-
-def saved_run(path: Path) -> Checkpoint:
-    """The step and the description of a run in a checkpoint, without its tensors. UserError if they are damaged."""
-    extra = distributed.extra(path)
-    if {"meta", "step"} - extra.keys():
-        raise UserError(f"{path} is no checkpoint of duotone train or compare: give the --out of such a run")
-    saved = Checkpoint(int(extra["step"]), {}, {}, {}, json.loads(bytes(extra["meta"].tolist())))
-    meta.require_run(saved, path)
-    return saved
 
 
 def _shards(parameter: Tensor) -> int:

@@ -33,6 +33,9 @@ class Trainer:
     `perturbation` is relative noise on the initial weights. `completed` counts the steps.
     """
 
+    observes = True
+    """Whether its runs have statistics and memory."""
+
     group: object = None
     """The process group that delayed scaling reduces its amaxes over, if any."""
 
@@ -120,17 +123,24 @@ class Trainer:
         """Publish a checkpoint below `folder`; UserError if the disk refuses it."""
         checkpoint.save(folder, replace(self.checkpoint(history), observed=observed))
 
-    def newest(self, folder: Path) -> Path | None:
+    @staticmethod
+    def newest(folder: Path) -> Path | None:
         """The newest checkpoint below `folder`, None without one."""
-        return next(reversed(checkpoint.steps(folder)), None)
+        return checkpoint.newest(folder)
+
+    @staticmethod
+    def read(path: Path) -> Checkpoint:
+        """Read a checkpoint of a run; UserError if it is damaged."""
+        saved = checkpoint.load(path)
+        meta.require_run(saved, path)
+        return saved
 
     def resume(self, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Restore the checkpoint `path`. Returns the history of its run and what it observed.
 
         UserError, with nothing changed, if it is damaged or of another run.
         """
-        saved = checkpoint.load(path)
-        meta.require_run(saved, path)
+        saved = self.read(path)
         self.restore(saved, path)
         return saved.meta["history"], {name: tensor.to(self.device) for name, tensor in saved.observed.items()}
 
