@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ LOWEST, HIGHEST = -40, 24
 
 Side = tuple[str, str]
 """A role and a plane."""
+
+TABLES = ("spreads", "scales", "steps", "extremes", "broken")
+"""Sums by role and plane; the middle two by step before that, and the counts of NaN and infinity by step and module."""
 
 OUTLIER = 8.0
 """A channel stands out if its amax is so many times the median of all channels."""
@@ -60,11 +63,7 @@ class Journal(Tap):
     """The sampled step that runs now."""
     last: int = 0
     """The step whose operands are kept for `products`."""
-    _steps: dict[tuple[int, Side], Tensor] = field(default_factory=dict)
-    _extremes: dict[tuple[int, Side], Tensor] = field(default_factory=dict)
-    _spreads: dict[Side, Tensor] = field(default_factory=dict)
-    _scales: dict[Side, Tensor] = field(default_factory=dict)
-    _broken: list[tuple[int, str, Side, Tensor]] = field(default_factory=list)
+    _tables: dict[str, dict[Any, Tensor]] = field(default_factory=lambda: {name: {} for name in TABLES})
     _operands: dict[tuple[str, Side], list[Operand]] = field(default_factory=dict)
     _channels: dict[tuple[str, str], "Channels"] = field(default_factory=dict)
 
@@ -90,14 +89,14 @@ class Journal(Tap):
     ) -> tuple[Tensor, Tensor]:
         sums, extremes = super().record(role, direction, x, plane, slot)
         side = role.tensor_type, direction
-        self._broken.append((self.step, role.name, side, sums[-2:]))
-        _add(self._steps, (self.step, side), sums)
-        earlier = self._extremes.get((self.step, side), extremes)
-        self._extremes[self.step, side] = torch.maximum(earlier, extremes)
-        _add(self._spreads, side, count_magnitudes(x))
+        _add(self._tables["broken"], (self.step, role.name, *side), sums[-2:])
+        _add(self._tables["steps"], (self.step, *side), sums)
+        earlier = self._tables["extremes"].get((self.step, *side), extremes)
+        self._tables["extremes"][self.step, *side] = torch.maximum(earlier, extremes)
+        _add(self._tables["spreads"], side, count_magnitudes(x))
         if math.isfinite(plane.format.largest):
             limits = plane.format.ceiling(plane.parts)[:, : x.shape[1]]
-            _add(self._scales, side, count_magnitudes(limits / plane.format.largest))
+            _add(self._tables["scales"], side, count_magnitudes(limits / plane.format.largest))
         if self.step == self.last:
             pair = Operand(_part(x.float(), side), _part(plane.dequantize(torch.float32), side))
             self._operands.setdefault((role.name, side), []).append(pair)
@@ -105,20 +104,14 @@ class Journal(Tap):
 
     def state(self) -> dict[str, Tensor]:
         """Everything except the operands of the last step: tensors by the JSON of their order, table and key."""
-        rows: list[tuple[tuple[object, ...], Tensor]] = [
-            *((("spreads", *side), x) for side, x in self._spreads.items()),
-            *((("scales", *side), x) for side, x in self._scales.items()),
-            *((("steps", step, *side), x) for (step, side), x in self._steps.items()),
-            *((("extremes", step, *side), x) for (step, side), x in self._extremes.items()),
-            *((("broken", step, module, *side), x) for step, module, side, x in self._broken),
-        ]
+        rows = [(name, key, x) for name, table in self._tables.items() for key, x in table.items()]
         for key, entry in self._entries.items():
             samples = entry.sums.new_tensor([entry.samples])
-            rows.append((("entries", *key), torch.cat([samples, entry.sums, entry.extremes])))
+            rows.append(("entries", key, torch.cat([samples, entry.sums, entry.extremes])))
         for key, channels in self._channels.items():
             has_both = channels.squares.new_tensor([channels.has_both])
-            rows.append((("channels", *key), torch.cat([channels.amaxes, channels.squares, has_both])))
-        return {json.dumps([at, *key]): tensor for at, (key, tensor) in enumerate(rows)}
+            rows.append(("channels", key, torch.cat([channels.amaxes, channels.squares, has_both])))
+        return {json.dumps([at, name, *key]): x for at, (name, key, x) in enumerate(rows)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore the tensors of `state`, on the device of later steps. Raises some error for any other tensors."""
@@ -130,14 +123,8 @@ class Journal(Tap):
                     self._entries[module, role, plane, fmt] = Entry(sums, extremes, int(samples))
                 case "channels", [module, role]:
                     self._channels[module, role] = Channels(x[:-3].float(), x[-3:-1], bool(x[-1]))
-                case (("spreads" | "scales"), [role, plane]):
-                    (self._spreads if table == "spreads" else self._scales)[role, plane] = x
-                case (("steps" | "extremes"), [step, role, plane]):
-                    (self._steps if table == "steps" else self._extremes)[step, (role, plane)] = x
-                case "broken", [step, module, role, plane]:
-                    self._broken.append((step, module, (role, plane), x))
                 case _:
-                    raise ValueError(name)
+                    self._tables[table][tuple(key)] = x
         for table_of in (self.rows, self.drift, self.spreads, self.operands, self.origin):
             table_of()
 
@@ -162,9 +149,9 @@ class Journal(Tap):
     def drift(self) -> list[DriftEntry]:
         """Signal-to-noise in dB of all modules together, for each sampled step, role and plane; None if exact."""
         entries: list[DriftEntry] = []
-        for (step, (role, plane)), sums in self._steps.items():
+        for (step, role, plane), sums in self._tables["steps"].items():
             totals = dict(zip(FIELDS, sums.tolist(), strict=True))
-            most = dict(zip(EXTREMES, self._extremes[step, (role, plane)].tolist(), strict=True))
+            most = dict(zip(EXTREMES, self._tables["extremes"][step, role, plane].tolist(), strict=True))
             snr = decibels(totals["signal"], totals["noise"])
             value = None if snr == -math.inf else snr
             entry: DriftEntry = {"step": step, "role": role, "plane": plane, "snr_db": value, "amax": most["coded"]}
@@ -175,7 +162,7 @@ class Journal(Tap):
 
     def origin(self) -> EventEntry | None:
         """The first operand with elements that are not finite; None without one."""
-        for step, module, (role, plane), counts in self._broken:
+        for (step, module, role, plane), counts in self._tables["broken"].items():
             nan, inf = map(int, counts.tolist())
             if nan or inf:
                 where = f"{role} {plane} of {module or 'a linear'}"
@@ -188,10 +175,10 @@ class Journal(Tap):
     def spreads(self) -> list[SpreadEntry]:
         """For each role and plane how many nonzero elements have which power of two, from `lowest` on."""
         entries: list[SpreadEntry] = []
-        for (role, plane), counts in self._spreads.items():
+        for (role, plane), counts in self._tables["spreads"].items():
             entries.append({"role": role, "plane": plane, "lowest": LOWEST, "counts": counts.tolist()})
-            if (role, plane) in self._scales:
-                entries[-1]["scales"] = self._scales[role, plane].tolist()
+            if (role, plane) in self._tables["scales"]:
+                entries[-1]["scales"] = self._tables["scales"][role, plane].tolist()
         return entries
 
 
