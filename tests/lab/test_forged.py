@@ -82,7 +82,7 @@ MOMENT = "exp_avg/layers.0.mlp.down.weight"
         (MOMENT, torch.zeros(96, 64), r"is \(96, 64\) torch.float32 there"),
         (MOMENT, torch.zeros(64, 96, dtype=torch.float64), "torch.float64 there and .* torch.float32 here"),
         ("exp_avg_sq/norm.weight", torch.zeros(1), r"exp_avg_sq/norm.weight is \(1,\)"),
-        ("masters/norm.weight", torch.zeros(1), r"masters/norm.weight is \(1,\)"),
+        ("master/norm.weight", torch.zeros(1), r"master/norm.weight is \(1,\)"),
         ("step/norm.weight", torch.zeros(2), r"step/norm.weight is \(2,\)"),
         ("step/norm.weight", torch.tensor(torch.nan), "updated more often than the 2 steps"),
         ("step/norm.weight", torch.tensor(-1.0), "updated more often than the 2 steps"),
@@ -95,7 +95,7 @@ MOMENT = "exp_avg/layers.0.mlp.down.weight"
         ("seeds/layers.0.mlp.down.duotone_seed", torch.zeros(1), r"torch.float32 there and \(1,\) torch.int64 here"),
         ("torch_rng", torch.zeros(3, dtype=torch.uint8), r"torch_rng is \(3,\)"),
         ("torch_rng", torch.full((5056,), 255, dtype=torch.uint8), "torch_rng is no state of a generator"),
-        ("exp_avg/other", torch.zeros(1), "exp_avg/other belongs to no tensor of this run"),
+        ("exp_avg/other", torch.zeros(1), r"exp_avg/other is \(1,\) torch.float32 there and absent here"),
     ],
 )
 def test_a_tensor_that_this_run_does_not_have_is_refused_before_anything_changes(copied, trainer, name, forged, words):

@@ -173,7 +173,9 @@ def test_a_checkpoint_of_another_model_or_a_changed_config_is_refused(tmp_path, 
     path = checkpoint.save(tmp_path / "saved", Trainer(config, mxfp8, corpus).checkpoint({}))
     saved = checkpoint.load(path)
     for other in ("gpt", LLAMA):
-        with pytest.raises(UserError, match=r"is of another model: .* resume with the model and preset"):
+        with pytest.raises(
+            UserError, match=r"has another config: model 'hf:.* there, .* resume with what it was made with"
+        ):
             Trainer(dataclasses.replace(config, model=other), mxfp8, corpus).restore(saved, path)
     text = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(text | {"hidden_act": "relu"}))

@@ -27,11 +27,11 @@ def test_updates_too_small_for_bf16_add_up_in_the_masters():
     for _ in range(200):
         model[0].weight.grad = torch.full((8, 8), 1e-3, dtype=torch.bfloat16)
         optimizer.step(1e-5)
-    updates = (masters["0.weight"] - optimizer.state()["masters/0.weight"]).detach()
+    updates = (masters["0.weight"] - optimizer.state()["master/0.weight"]).detach()
     decayed = 200 * 1e-5 * 0.1 * masters["0.weight"]
     torch.testing.assert_close(updates, 200 * 1e-5 + decayed, rtol=5e-3, atol=0)
     assert not torch.equal(model[0].weight, before)
-    assert torch.equal(model[0].weight, optimizer.state()["masters/0.weight"].bfloat16())
+    assert torch.equal(model[0].weight, optimizer.state()["master/0.weight"].bfloat16())
 
 
 def test_the_update_is_torchs_adamw_with_decay_on_matrices_only():
@@ -91,7 +91,7 @@ def test_a_moment_of_another_shape_is_refused_before_anything_changes(forged):
     put_gradients(model, 0)
     optimizer.step(1e-2)
     before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
-    state = {**before, "masters/1.bias": torch.ones(8), "exp_avg_sq/0.weight": forged}
+    state = {**before, "master/1.bias": torch.ones(8), "exp_avg_sq/0.weight": forged}
     with pytest.raises(UserError, match=r"a saved (exp_avg_sq|state without exp_avg_sq)"):
         optimizer.load_state({name: tensor for name, tensor in state.items() if tensor is not None})
     assert all(torch.equal(tensor, before[name]) for name, tensor in optimizer.state().items())

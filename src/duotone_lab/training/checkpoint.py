@@ -127,26 +127,15 @@ def _tensors(content: bytes, name: str, path: Path) -> dict[str, Tensor]:
 
 def require_tensors(stored: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:
     """UserError unless `stored` has the names, shapes and dtypes of `tensors`: an optimizer checks no sizes itself."""
-    if missing := sorted(tensors.keys() - stored.keys()):
-        raise UserError(f"the checkpoint {path} lacks {missing[0]}: {_remedy(path)}")
-    if unknown := sorted(stored.keys() - tensors.keys()):
-        raise damaged(path, f"{unknown[0]} belongs to no tensor of this run")
-    expected, actual = _in_words(tensors), _in_words(stored)
-    if name := next((name for name in expected if expected[name] != actual[name]), ""):
-        raise damaged(path, f"{name} is {actual[name]} there and {expected[name]} here")
+    if wrong := _difference(_in_words(stored), _in_words(tensors)):
+        raise damaged(path, wrong)
 
 
 def require_same_model(checkpoint: Checkpoint, model: nn.Module, path: Path) -> None:
     """UserError unless the tensors of `checkpoint` have the names, shapes, dtypes and ties of `model`."""
-    tensors, aliases = unique_state(model)
-    actual, expected = _in_words(checkpoint.model, checkpoint.aliases), _in_words(tensors, aliases)
-    for name in sorted(actual.keys() | expected.keys()):
-        words = [tensors.get(name, "absent") for tensors in (actual, expected)]
-        if words[0] != words[1]:
-            raise UserError(
-                f"the checkpoint {path} is of another model: {name} is {words[0]} there and {words[1]} here; resume "
-                "with the model and preset that it was made with"
-            )
+    if wrong := _difference(_in_words(checkpoint.model, checkpoint.aliases), _in_words(*unique_state(model))):
+        remedy = "resume with the model and preset that it was made with"
+        raise UserError(f"the checkpoint {path} is of another model: {wrong}; {remedy}")
 
 
 def steps(folder: Path) -> list[Path]:
@@ -200,6 +189,15 @@ def _remedy(path: Path) -> str:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def _difference(stored: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """The first name that means something else in a checkpoint than here, in words; "" without one."""
+    for name in sorted(stored.keys() | here.keys()):
+        there, now = stored.get(name, "absent"), here.get(name, "absent")
+        if there != now:
+            return f"{name} is {there} there and {now} here"
+    return ""
 
 
 def _in_words(tensors: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None) -> dict[str, str]:

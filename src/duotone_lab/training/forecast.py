@@ -4,19 +4,21 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
 
 import duotone
 from duotone.errors import UserError
-from duotone.formats import IDENTITY
+from duotone.formats import IDENTITY, Format
 from duotone.modules import MoE
+from duotone.observe.candidates import plane_bytes
 from duotone.planned.planned import Planned
 from duotone.planned.sent_weights import encodes_itself
 from duotone.recipes import Recipe
 from duotone.tensor import Plane, Quantizer
-from duotone.tensor.plane import sharded_parts
+from duotone_lab.memory.wire import Wire
 from duotone_lab.training import models
 from duotone_lab.training.config import TrainConfig
 
@@ -47,6 +49,11 @@ class Parallel:
         """The number of GPUs."""
         return self.fsdp * self.tp * self.ep
 
+    @property
+    def data(self) -> int:
+        """The number of ranks with different tokens."""
+        return self.fsdp * self.ep
+
     def __str__(self) -> str:
         return ",".join(f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) > 1) or "fsdp=1"
 
@@ -74,12 +81,9 @@ class Forecast:
     """How many quantized weights travel in high precision, by the reason."""
 
     def __str__(self) -> str:
-        parts = {name: getattr(self, name) / 2**20 for name in ("state", "gathered", "exchanged", "reduced")}
-        return (
-            f"each of {self.parallel.ranks} ranks: {parts['state']:.1f} MiB of parameters and optimizer, "
-            f"{parts['gathered']:.2f} MiB gathered, {parts['exchanged']:.2f} MiB exchanged, {parts['reduced']:.2f} MiB "
-            "reduced a step"
-        ) + "".join(f"; {count} weights travel in high precision: {why}" for why, count in self.plain.items())
+        text = f"each of {self.parallel.ranks} ranks: {in_words(self.state, 'parameters and optimizer', self)}"
+        plain = (f"{count} weights travel in high precision: {why}" for why, count in self.plain.items())
+        return "; ".join([text, *plain])
 
     def gathers(self, module: nn.Module, p: nn.Parameter, recipe: Recipe, ranks: int) -> tuple[float, float, float]:
         """Bytes of an element of a parameter, as in `HIGH_PRECISION`."""
@@ -112,17 +116,27 @@ class Forecast:
         self.reduced += BF16 * tokens * inputs
 
 
+def in_words(size: float, kind: str, traffic: "Forecast | Wire") -> str:
+    """What a rank holds, `size` bytes of a kind, and what it sends in a step."""
+    sent = [f"{getattr(traffic, what) / 2**20:.2f} MiB {what}" for what in ("gathered", "exchanged", "reduced")]
+    return ", ".join([f"{size / 2**20:.1f} MiB of {kind}", *sent]) + " a step"
+
+
+def require_experts(parallel: Parallel, model: nn.Module, name: str) -> None:
+    """UserError if the experts of the model called `name` are to be split over ranks, and it has none."""
+    if parallel.ep > 1 and not any(isinstance(module, MoE) for module in model.modules()):
+        raise UserError(f"--parallel ep={parallel.ep} needs experts, which {name} lacks: --model moe")
+
+
 def forecast(config: TrainConfig, recipe: Recipe, parallel: Parallel) -> Forecast:
     """The forecast for the model of `config` under a recipe. Its weights are not allocated.
 
     UserError if experts are to be split over ranks, and the model has none.
     """
     model = duotone.convert(models.outline(config.model, config.preset), recipe)
-    if parallel.ep > 1 and not any(isinstance(module, MoE) for module in model.modules()):
-        raise UserError(f"ep={parallel.ep} needs experts, which {config.model} lacks: --model moe")
+    require_experts(parallel, model, config.model)
     result = Forecast(parallel)
-    data = parallel.fsdp * parallel.ep
-    tokens = config.preset.batch * config.preset.model.context // data
+    tokens = config.preset.tokens_per_step // parallel.data
     blocks = {id(p) for each in model.modules() if isinstance(each, nn.ModuleList) for p in each.parameters()}
     for name, module in model.named_modules():
         is_cut = parallel.tp > 1 and isinstance(module, nn.Linear) and name.endswith((*COLUMNS, *ROWS))
@@ -130,7 +144,7 @@ def forecast(config: TrainConfig, recipe: Recipe, parallel: Parallel) -> Forecas
             result.linear(name, module, tokens)
         for p in module.parameters(recurse=False):
             in_mixture = parallel.ep > 1 and ".mlp." in f"{name}."
-            ranks = parallel.fsdp if in_mixture else data
+            ranks = parallel.fsdp if in_mixture else parallel.data
             cut = parallel.tp if is_cut else parallel.ep if in_mixture and "router" not in name else 1
             *gathers, moved = result.gathers(module, p, recipe, ranks)
             gathers = gathers if id(p) in blocks else gathers[:1]
@@ -139,7 +153,7 @@ def forecast(config: TrainConfig, recipe: Recipe, parallel: Parallel) -> Forecas
         if isinstance(module, MoE) and parallel.ep > 1:
             rows = tokens * module.router.top_k
             width = module.router.weight.shape[1]
-            token = _bytes(module.fc1.plans.plan(recipe).input.quantizer, (128, width), "row") * width
+            token = _sent(module.fc1.plans.plan(recipe).input.quantizer.rowwise or IDENTITY, 128, width, 0) * width
             result.exchanged += rows * (token + 3 * BF16 * width) + 8 * module.num_experts
             result.reduced += FP32 * module.router.weight.numel() / parallel.fsdp
     return result
@@ -154,12 +168,10 @@ def _planes(quantizer: Quantizer, p: nn.Parameter, ranks: int) -> tuple[float, f
     rows = -(-rows // step) * step
     padded = rows / p.shape[0]
     moved = BF16 if rows != -(-p.shape[0] // ranks) * ranks else 0
-    first = padded * _bytes(quantizer, (rows, columns), "row")
-    with torch.device("meta"):
-        is_derived = (
-            row == col and Plane.empty(row, (rows, columns), torch.empty, torch.float32).transposed() is not None
-        )
-    return first, first if is_derived else padded * _bytes(quantizer, (rows, columns), "col"), moved
+    first = padded * _sent(row, rows, columns, 0)
+    plane = Plane.empty(row, (rows, columns), partial(torch.empty, device="meta"), torch.float32)
+    is_derived = row == col and plane.transposed() is not None
+    return first, first if is_derived else padded * _sent(col, rows, columns, 1), moved
 
 
 def plain_gathers(parallel: Parallel, quantizers: Sequence[Quantizer]) -> str:
@@ -175,12 +187,11 @@ def plain_gathers(parallel: Parallel, quantizers: Sequence[Quantizer]) -> str:
     return ""
 
 
-def _bytes(quantizer: Quantizer, shape: tuple[int, int], side: str) -> float:
-    """Bytes of an element of a plane that travel."""
-    fmt = quantizer.rowwise if side == "row" else quantizer.columnwise
-    assert fmt is not None
-    rows, columns = shape if side == "row" else shape[::-1]
-    with torch.device("meta"):
-        plane = Plane.empty(fmt, (rows, columns), torch.empty, torch.bfloat16)
-    names = sharded_parts(plane, 0 if side == "row" else 1)
-    return sum(plane.parts[name].numel() * plane.parts[name].element_size() for name in names) / (rows * columns)
+def _sent(fmt: Format, rows: int, columns: int, dim: int) -> float:
+    """Bytes of an element that travel of a plane. Its dimension `dim` has `rows`, whole blocks, and is sharded.
+
+    What does not grow with that dimension stays, such as one scale for all elements.
+    """
+    shapes = [(count, columns) if dim == 0 else (columns, count) for count in (rows, 2 * rows)]
+    once, twice = (plane_bytes(fmt, shape, torch.bfloat16) for shape in shapes)
+    return (twice - once) / (rows * columns)

@@ -33,8 +33,8 @@ from duotone_lab.training.checkpoint import Checkpoint
 from duotone_lab.training.comparison import planned
 from duotone_lab.training.config import TrainConfig
 from duotone_lab.training.data import Corpus
-from duotone_lab.training.forecast import COLUMNS, ROWS, Parallel, plain_gathers
-from duotone_lab.training.optimizer import BETAS, GRADIENT_NORM, decaying
+from duotone_lab.training.forecast import COLUMNS, ROWS, Parallel, in_words, plain_gathers, require_experts
+from duotone_lab.training.optimizer import BETAS, GRADIENT_NORM, Clipped, decaying
 from duotone_lab.training.trainer import NOTHING, Trainer
 
 TIMEOUT = timedelta(minutes=5)
@@ -86,11 +86,11 @@ def agreed(flag: bool) -> bool:
     return bool(answer.item())
 
 
-class ShardedAdamW:
+class ShardedAdamW(Clipped):
     """torch's AdamW on fp32 shards, which FSDP2 gathers in bf16. Gradients are clipped to a total norm of one."""
 
     def __init__(self, model: nn.Module, ep: DeviceMesh) -> None:
-        self.parameters = dict(model.named_parameters())
+        super().__init__(model)
         self.ep = ep
         spread = mixtures(model) if ep.size() > 1 else []
         self.mixtures = {id(p): "router" in name for m in spread for name, p in m.named_parameters()}
@@ -112,18 +112,7 @@ class ShardedAdamW:
         dist.all_reduce(total)
         for shard in gradients.values():
             shard.mul_(min(1.0, GRADIENT_NORM / (total.sqrt().item() + 1e-6)))
-        for group in self.adamw.param_groups:
-            group["lr"] = learning_rate
-        self.adamw.step()
-        self.adamw.zero_grad()
-
-    def state(self) -> dict[str, Tensor]:
-        """The state of this rank, by parameter and name."""
-        return {
-            f"{key}/{name}": shard_of(value)
-            for name, parameter in self.parameters.items()
-            for key, value in self.adamw.state.get(parameter, {}).items()
-        }
+        self.update(learning_rate)
 
 
 def mixtures(model: nn.Module) -> list[MoE]:
@@ -153,20 +142,19 @@ class ParallelTrainer(Trainer):
         super().__init__(config, chosen, corpus, perturbation=perturbation)
 
     def set_up(self, built: nn.Module) -> None:
-        data = self.parallel.fsdp * self.parallel.ep
-        if self.config.preset.batch % data:
-            raise UserError(f"a batch of {self.config.preset.batch} does not divide over {data} ranks: give --batch")
+        self.part, self.parts = dist.get_rank() // self.parallel.tp, self.parallel.data
+        if self.config.preset.batch % self.parts:
+            batch = self.config.preset.batch
+            raise UserError(f"a batch of {batch} does not divide over {self.parts} ranks: give --batch")
         sizes = (self.parallel.fsdp, self.parallel.ep, self.parallel.tp)
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("fsdp", "ep", "tp"))
         self.group = dist.group.WORLD
+        require_experts(self.parallel, built, self.config.model)
         if self.parallel.ep > 1:
             self._spread_experts(built, mesh["ep"])
-        self.model = duotone.convert(built, self.schedule.at(0))
-        for phase in reversed(self.schedule.phases):
-            self._prepare(phase.recipe)
+        self.convert(built)
         recipes = {phase.recipe.key: phase.recipe for phase in self.schedule.phases}.values()
-        linears = [module for module in self.model.modules() if isinstance(module, Planned)]
-        for linear in linears:
+        for linear in [module for module in self.model.modules() if isinstance(module, Planned)]:
             formats = [linear.plans.plan(recipe).weight.quantizer for recipe in recipes]
             if not plain_gathers(self.parallel, formats):
                 duotone.gather_quantized(linear)
@@ -182,16 +170,10 @@ class ParallelTrainer(Trainer):
         shard(self.model, mesh=mesh["data"] if self.parallel.ep > 1 else mesh["fsdp"])
         self.optimizer = ShardedAdamW(self.model, mesh["ep"])
         self.first = 0
-        self.part, self.parts = dist.get_rank() // self.parallel.tp, data
 
     def _spread_experts(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Keep this rank's experts of each mixture."""
-        experts = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
-        if not experts:
-            raise UserError(
-                f"--parallel ep={self.parallel.ep} needs experts, which {self.config.model} lacks: --model moe"
-            )
-        for name, whole in experts:
+        for name, whole in [(name, each) for name, each in model.named_modules() if isinstance(each, MoE)]:
             hidden, width = whole.router.weight.shape[1], whole.fc2.in_features
             options = {"top_k": whole.router.top_k, "ep_group": mesh.get_group(), "device": self.device}
             part = MoE(hidden, width, whole.num_experts, **options)
@@ -243,9 +225,7 @@ class ParallelTrainer(Trainer):
     def resume(self, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Load a checkpoint; gives the history of its run. UserError, with nothing changed, if it is of another run."""
         saved = self.read(path)
-        self._require_same_phases(saved, path)
-        self._require_same_recipe(saved, path)
-        self._require_same_run(saved, path)
+        self.require_same_run(saved, path)
         distributed.load(path, self.model, self.optimizer.adamw)
         self.completed = self.first = saved.step
         return saved.meta["history"], {}
@@ -258,12 +238,9 @@ class ParallelTrainer(Trainer):
             shards = [*map(shard_of, self.model.parameters()), *self.optimizer.state().values()]
             size, kind = total_bytes(shards), "parameters and optimizer"
         wire = self.wire or Wire()
-        text = f"{size / 2**20:.1f} MiB of {kind}" + "".join(
-            f", {getattr(wire, what) / 2**20:.2f} MiB {what}" for what in ("gathered", "exchanged", "reduced")
-        )
         texts = [""] * dist.get_world_size()
-        dist.all_gather_object(texts, text)
-        return [f"rank {rank}: {each} a step" for rank, each in enumerate(texts)]
+        dist.all_gather_object(texts, in_words(size, kind, wire))
+        return [f"rank {rank}: {text}" for rank, text in enumerate(texts)]
 
 
 def _shards(parameter: Tensor) -> int:

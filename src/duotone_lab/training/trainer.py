@@ -56,10 +56,14 @@ class Trainer:
     def set_up(self, built: nn.Module) -> None:
         """The model and its optimizer, from an fp32 model on the device."""
         masters = {name: parameter.detach().clone() for name, parameter in built.named_parameters()}
-        self.model = duotone.convert(model.to_dtype(built, torch.bfloat16), self.schedule.at(0))
+        self.convert(model.to_dtype(built, torch.bfloat16))
+        self.optimizer = MasterAdamW(self.model, masters)
+
+    def convert(self, built: nn.Module) -> None:
+        """Make it the model, whose linears follow the recipes of all phases."""
+        self.model = duotone.convert(built, self.schedule.at(0))
         for phase in reversed(self.schedule.phases):
             self._prepare(phase.recipe)
-        self.optimizer = MasterAdamW(self.model, masters)
 
     def _schedule_over(self, steps: int) -> Schedule:
         """The phases of a run of that many steps."""
@@ -192,11 +196,9 @@ class Trainer:
 
     def check(self, saved: Checkpoint, path: Path) -> None:
         """UserError if `restore` cannot take over the state of `saved`."""
-        self._require_same_phases(saved, path)
-        self._require_same_recipe(saved, path)  # before the tensors, which depend on it
+        self.require_same_run(saved, path)  # before the tensors, which depend on it
         self._prepare(self.schedule.at(max(0, saved.step - 1)))
         checkpoint.require_same_model(saved, self.model, path)
-        self._require_same_run(saved, path)
         self._require_same_state(saved, path)
 
     @property
@@ -216,10 +218,10 @@ class Trainer:
                 "anew under a schedule whose phases start at steps instead of fractions"
             )
 
-    def _require_same_recipe(self, saved: Checkpoint, path: Path) -> None:
+    def require_same_run(self, saved: Checkpoint, path: Path) -> None:
+        """UserError if a checkpoint has another recipe, config, text or model, or phases that this run would not."""
+        self._require_same_phases(saved, path)
         _require_same("recipe", saved.meta.get("recipe"), _as_json(self.chosen.to_dict()), path)
-
-    def _require_same_run(self, saved: Checkpoint, path: Path) -> None:
         config = {**self.config.to_dict(), "steps": saved.meta["config"]["steps"]}
         _require_same("config", saved.meta.get("config"), _as_json(config), path)
         since = f"has changed since the checkpoint {path} was made"
