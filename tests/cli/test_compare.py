@@ -246,7 +246,7 @@ def bad(tmp_path, text_file):
     ("arguments", "message"),
     [
         (["--recipes", "mxfp9"], "'mxfp9' is unknown"),
-        (["--recipes", "mxfp8", "mxfp8"], "'mxfp8' is given twice"),
+        (["--recipes", "mxfp8", "mxfp8"], "'mxfp8' comes twice"),
         (["--recipes", "{bad}/key.toml"], "no key 'colour'"),
         (["--recipes", "{bad}/format.toml"], "mxfp9"),
         (["--recipes", "{bad}/absent.toml"], "cannot be read"),

@@ -50,7 +50,7 @@ def test_gaps_are_relative_to_the_held_out_loss_of_bf16(result):
     for run in result["runs"]:
         assert run["gap_percent"] == pytest.approx(100 * (run["final_heldout_loss"] / reference - 1), abs=1e-9)
     noise = result["runs"][1]
-    assert result["settings"]["noise"] == {"perturbation": 1e-6, "gap_percent": noise["gap_percent"]}
+    assert result["settings"]["noise"] == {"perturbation": 1e-6}
     assert abs(noise["gap_percent"]) < 0.2 and noise["train_loss"] != result["runs"][0]["train_loss"]
 
 
@@ -119,7 +119,7 @@ def test_a_strict_recipe_that_would_fall_back_is_refused_when_runs_are_planned(c
 
 
 def test_two_recipes_of_one_name_are_refused(config):
-    with pytest.raises(UserError, match="the recipe 'mxfp8' is given twice"):
+    with pytest.raises(UserError, match="compare takes each recipe once, and 'mxfp8' comes twice"):
         plan_runs(config, [recipes.load("mxfp8"), recipes.load("mxfp8")])
 
 

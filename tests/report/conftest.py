@@ -137,7 +137,7 @@ def make_result(steps: int = 120, layers: int = 4) -> dict[str, Any]:
             "context": 128,
             "seed": 0,
             "learning_rate": 0.001,
-            "noise": {"perturbation": 1e-6, "gap_percent": 0.05},
+            "noise": {"perturbation": 1e-6},
         },
         "runs": [run_of(recipe, steps, layers) for recipe in UNIFORM],
     }

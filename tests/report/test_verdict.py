@@ -30,15 +30,9 @@ def test_without_a_noise_run_nothing_is_called_noise(result: Result) -> None:
 
 
 def test_the_noise_counts_without_its_sign(result: Result) -> None:
-    result["settings"]["noise"]["gap_percent"] = -0.05
+    result["runs"][1]["gap_percent"] = -0.05
     assert verdict.noise_gap(result) == 0.05
     assert "mxfp8 cannot be told from bf16" in verdict.verdict(result)
-
-
-def test_the_gap_of_the_noise_run_serves_where_the_settings_have_none(result: Result) -> None:
-    result["settings"]["noise"] = {}
-    result["runs"][1]["gap_percent"] = -0.07
-    assert verdict.noise_gap(result) == 0.07
 
 
 def test_no_word_about_emulation_where_nothing_is_emulated(result: Result) -> None:

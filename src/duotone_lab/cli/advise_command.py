@@ -14,14 +14,9 @@ from duotone_lab.cli import command_options as options
 @options.model
 @options.preset
 @options.data
-@click.option(
-    "--recipes",
-    cls=options.ListOption,
-    metavar="NAME|FILE...",
-    help=f"Recipes whose formats are tried. Default: {' '.join(UNIFORM)}.",
-)
+@options.candidates
 @options.size
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of the weights and the batch. Default: 0.")
+@options.seed
 @options.device
 @click.option("--out", metavar="FILE", help="Write the recipe file here, too.")
 @click.option("--all", "all_rows", is_flag=True, help="Show all rows with a mark on those of the front.")

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import click
 
+from duotone.observe.candidates import UNIFORM
 from duotone_lab.training.models import DEFAULT, MODELS
 from duotone_lab.training.presets import PRESETS
 
@@ -89,15 +90,22 @@ parallel = click.option(
 save_every = click.option(
     "--save-every", type=click.IntRange(min=1), default=50, help="Steps between checkpoints. Default: 50."
 )
+seed = click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of the weights, batches and rounding. Default: 0."
+)
+candidates = click.option(
+    "--recipes",
+    cls=ListOption,
+    metavar="NAME|FILE...",
+    help=f"Recipes whose formats are tried. Default: {' '.join(UNIFORM)}.",
+)
 TRAINING = (
     click.option("--force", is_flag=True, help="Replace a report that is in --out."),
     click.option("--out", metavar="DIR", help="Folder for the results."),
     strict,
     preset,
     model,
-    click.option(
-        "--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of the weights, batches and rounding. Default: 0."
-    ),
+    seed,
     device,
     click.option("--steps", type=click.IntRange(min=1), help="Training steps. Default: the preset's."),
     click.option("--lr", type=click.FloatRange(0, min_open=True), help="Peak learning rate. Default: the preset's."),

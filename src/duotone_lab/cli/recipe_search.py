@@ -1,7 +1,9 @@
 """The search behind `duotone search`: new or continued, its stages, and its result. Cheap checks come first."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -13,11 +15,10 @@ from duotone_lab.cli import summary
 from duotone_lab.cli.command_options import Typed
 from duotone_lab.cli.inputs import config_from, make_strict
 from duotone_lab.cli.table import print_table
-from duotone_lab.training import comparison, continuation, data, evidence, outputs, texts
+from duotone_lab.training import comparison, continuation, data, document, evidence, texts
 from duotone_lab.training.data import Corpus
-from duotone_lab.training.goal import Goal, Prediction, require_solver
+from duotone_lab.training.goal import Goal, Prediction
 from duotone_lab.training.loop import Progress
-from duotone_lab.training.schema import Document
 from duotone_lab.training.searching import CHECKPOINTS, TITLE, Finding, Search, Stop
 
 SEEDS = 3
@@ -39,8 +40,6 @@ def goal(budget: object, max_gap: object) -> Goal:
 def fresh(folder: Path, typed: Options) -> tuple[Search, Corpus]:
     """A new search; UserError if `folder` holds one, unless forced, or if the goal cannot be met."""
     aim = goal(typed["budget"], typed["max_gap"])
-    require_solver()
-    outputs.require_writable(folder)
     summary.require_none(folder, bool(typed["force"]))
     names = cast(tuple[str, ...], typed["recipes"]) or UNIFORM
     recipes = [make_strict(recipe, bool(typed["strict"])) for recipe in load_candidates("search", names)]
@@ -61,16 +60,12 @@ def continued(folder: Path, typed: Options) -> tuple[Search, Corpus]:
     """The search in `folder` with its settings; UserError if others were typed, or data or model have changed."""
     if any(value not in (None, (), False) for value in typed.values()):
         raise UserError(f"--resume takes the settings of the search in {folder}: leave all but --out")
-    require_solver()
-    outputs.require_writable(folder)
     path = folder / evidence.EVIDENCE
     stored = evidence.read(path)
     config = config_from({}, stored["settings"]["config"])
     chosen = evidence.resumed(path, config, stored)
-    corpus = data.load(config.data, context=config.preset.model.context)
-    if evidence.settings(chosen, corpus)["digests"] != stored["settings"]["digests"]:
-        raise UserError(f"the data or the model has changed since the search in {folder}: search anew")
-    return chosen, corpus
+    since = f"the search in {folder}: search anew"
+    return chosen, document.unchanged(config, stored["settings"]["digests"], since)
 
 
 def run(
@@ -80,9 +75,6 @@ def run(
 
     def save(finding: Finding | None = None) -> None:
         evidence.write(folder, chosen, corpus, finding, command=command)
-
-    def publish(partial: Document) -> None:
-        summary.write_numbers(partial, folder)
 
     save()
     trainer, reference = chosen.train_reference(corpus, folder / CHECKPOINTS, progress, should_stop)
@@ -99,7 +91,7 @@ def run(
         command=command,
         progress=progress,
         should_stop=should_stop,
-        publish=publish,
+        publish=partial(summary.write_numbers, folder=folder),
     )
     save(finding)
     return finding
@@ -112,9 +104,7 @@ def print_finding(finding: Finding, chosen: Search) -> None:
     click.echo()
     summary.echo(f"Predicted for {chosen.goal} {chosen.where} ({chosen.table.source}):")
     print_table(("recipe", "gap %", "speed", "memory"), rows)
-    counts: dict[str, int] = {}
-    for option in finding.chosen.values():
-        counts[option.recipe] = counts.get(option.recipe, 0) + 1
+    counts = Counter(option.recipe for option in finding.chosen.values())
     sources = ", ".join(f"{count} as in {name}" for name, count in counts.items())
     summary.echo(f"{len(finding.chosen)} GEMMs: {sources}.")
     summary.echo(finding.verdict)

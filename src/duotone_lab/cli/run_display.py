@@ -61,12 +61,12 @@ class Meter:
         return ", ".join(filter(None, parts))
 
 
-class Overall:
-    """The progress of all runs: the number of this run, and the remaining time at the mean pace so far."""
+class Overall(Meter):
+    """All runs as one, and the number of this run."""
 
     def __init__(self, runs: int = 1, steps: int = 0) -> None:
-        self.runs, self.steps, self.run, self.completed = runs, runs * steps, 0, 0
-        self.started = time.monotonic()
+        super().__init__("all runs", runs * steps, 0, 0)
+        self.runs, self.run = runs, 0
 
     @property
     def part(self) -> str:
@@ -74,10 +74,7 @@ class Overall:
         return f"run {self.run} of {self.runs}" if self.runs > 1 else ""
 
     def __str__(self) -> str:
-        if not self.part or not self.completed:
-            return self.part
-        seconds = (time.monotonic() - self.started) / self.completed * (self.steps - self.completed)
-        return f"{self.part}, all ETA {clock(seconds)}"
+        return f"{self.part}, all {self.remaining}" if self.part and self.remaining else self.part
 
 
 class PlainProgress(Progress, AbstractContextManager["PlainProgress"]):
@@ -116,7 +113,7 @@ class PlainProgress(Progress, AbstractContextManager["PlainProgress"]):
     def step(self, number: int, loss: float) -> None:
         if self._meter is not None:
             self._meter.step(number, loss)
-            self._overall.completed += 1
+            self._overall.step(self._overall.completed + 1, loss)
 
     def end(self) -> None:
         meter, self._meter = self._meter, None
@@ -174,7 +171,7 @@ class LiveProgress(Progress, AbstractContextManager["LiveProgress"]):
 
     def step(self, number: int, loss: float) -> None:
         self._meter.step(number, loss)
-        self._overall.completed += 1
+        self._overall.step(self._overall.completed + 1, loss)
         if self._whole is not None:
             self._display.update(self._whole, completed=self._overall.completed, facts=str(self._overall))
         facts = (f"loss {loss:.4f}", self._meter.speed, self._meter.remaining)

@@ -62,7 +62,7 @@ def new_comparison(
         config,
         comparison.plan_runs(config, recipes, seeds),
         data.load(config.data, context=config.preset.model.context),
-        {} if size is None else {"size": size},
+        {"size": size},
     )
     if (folder / evidence.EVIDENCE).exists():  # without it recipe.toml and checkpoints are the user's
         evidence.remove(folder)
@@ -82,12 +82,8 @@ def continued_comparison(folder: Path, typed: Sequence[object], *, seeds: int) -
     settings = result["settings"]
     config = config_from({}, settings.get("config"))
     runs = comparison.plan_runs(config, recipes, max(seeds, settings.get("seeds", 1)))
-    corpus = data.load(config.data, context=config.preset.model.context)
-    if document.digests(config, corpus) != settings.get("digests"):
-        raise UserError(f"the data or the model has changed since the comparison in {folder}: compare anew")
-    about: Settings = {"command": settings["command"]} if "command" in settings else {}
-    if "size" in settings:
-        about["size"] = settings["size"]
+    corpus = document.unchanged(config, settings.get("digests"), f"the comparison in {folder}: compare anew")
+    about: Settings = {"command": settings.get("command"), "size": settings.get("size")}
     return Runs(config, continuation.take_over(runs, result, config.steps), corpus, about)
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import click
 
-from duotone.observe.candidates import UNIFORM
 from duotone_lab.cli import command_options as options
 from duotone_lab.cli.interrupt import Interrupt
 
@@ -17,12 +16,7 @@ from duotone_lab.cli.interrupt import Interrupt
 )
 @click.option("--max-gap", metavar="X%", help="At most X percent more loss than bf16; then the fastest recipe.")
 @options.size
-@click.option(
-    "--recipes",
-    cls=options.ListOption,
-    metavar="NAME|FILE...",
-    help=f"Recipes whose formats are tried. Default: {' '.join(UNIFORM)}.",
-)
+@options.candidates
 @click.option("--seeds", type=click.IntRange(min=1), help="Seeds of the check, from --seed on. Default: 3.")
 @click.option("--resume", is_flag=True, help="Continue the search in --out with its settings.")
 @options.training
@@ -38,8 +32,11 @@ def search(context: click.Context, out: str | None, resume: bool, **typed: optio
     """
     from duotone_lab.cli import recipe_search, run_display, summary
     from duotone_lab.training import evidence, outputs
+    from duotone_lab.training.goal import require_solver
 
     folder = Path(out or "runs/search")
+    require_solver()
+    outputs.require_writable(folder)
     chosen, corpus = recipe_search.continued(folder, typed) if resume else recipe_search.fresh(folder, typed)
     outputs.make_folder(folder)
     with outputs.locked(folder), Interrupt() as interrupt:

@@ -17,19 +17,13 @@ WIDTH, HEIGHT = 380, 190
 
 @dataclass(frozen=True)
 class Card:
-    """One tensor in one direction over all modules of a run."""
+    """One tensor in one direction, which `title` names, over all modules of a run."""
 
-    role: str
-    plane: str
+    title: str
     formats: str
     histograms: Sequence[Histogram]
     steps: LineChart | None
     notes: Sequence[str]
-
-    @property
-    def title(self) -> str:
-        """The operand and its direction."""
-        return f"{self.role} {self.plane}"
 
 
 def cards(run: RunEntry) -> list[Card]:
@@ -47,7 +41,7 @@ def cards(run: RunEntry) -> list[Card]:
         ]
         steps = [entry for entry in run.get("drift", ()) if (entry["role"], entry["plane"]) == (role, plane)]
         notes = _notes([entry for entry in run.get("operands", ()) if entry["role"] == role])
-        result.append(Card(role, plane, ", ".join(sorted(names)), pictures, _steps(steps), notes))
+        result.append(Card(title, ", ".join(sorted(names)), pictures, _steps(steps), notes))
     return result
 
 

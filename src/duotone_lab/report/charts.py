@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+from duotone.text import UNITS
 from duotone_lab.report.axis import round_out
 from duotone_lab.report.choice import Hardware
 from duotone_lab.report.line_chart import Curve, Event, LineChart
-from duotone_lab.report.numbers import MINUS, UNITS, finite, number, percent, size, size_unit
+from duotone_lab.report.numbers import MINUS, SPACE, finite, number, percent, size
 from duotone_lab.report.scatter import Dot, Scatter
 from duotone_lab.report.series import Style, first_broken, mean_gaps, pieces, quantile, smooth, window_of
 from duotone_lab.report.verdict import compared, gap_text, noise_gap, reference_of
@@ -90,7 +91,7 @@ def scatters(result: Document, styles: Sequence[Style], where: Hardware) -> list
     if len(runs) < 2:
         return []
     peaks = [run["peak_memory_bytes"] for run in runs]
-    unit = size_unit([peak for peak in peaks if finite(peak)])
+    unit = size(max(filter(finite, peaks), default=0)).split(SPACE)[-1]
     scale = 1024 ** UNITS.index(unit)
     fast, lean = [], []
     for run, peak in zip(runs, peaks, strict=True):

@@ -48,7 +48,7 @@ class Hardware:
 def hardware(result: Document) -> Hardware:
     """The GPU that the runs were on; else the measured one, for the model's linears or for wider ones."""
     runs, reference, settings = result["runs"], reference_of(result), result["settings"]
-    is_asked = "size" in settings or "search" in settings
+    is_asked = settings.get("size") is not None or "search" in settings
     if result["machine"].get("device") == "cuda" and reference is not None and not is_asked:
         times = {run["name"]: ms for run in runs if finite(ms := run["step_ms"]) and ms > 0}
         base = times.get(reference["name"])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TypeGuard
 
-from duotone.text import UNITS
+from duotone.text import in_units
 from duotone.text import shorten as shorten
 
 MISSING = "\N{EN DASH}"
@@ -72,19 +72,8 @@ def share(value: float | None) -> str:
 
 
 def size(count: float | None) -> str:
-    """Bytes in the binary unit that leaves at least one digit before the point."""
-    if not finite(count):
-        return number(count)
-    unit = size_unit([count])
-    scaled = count / 1024 ** UNITS.index(unit)
-    return number(scaled, 0 if unit == "B" or scaled >= 100 else 1) + SPACE + unit
-
-
-def size_unit(counts: Sequence[float]) -> str:
-    """The binary unit in which the largest of `counts` has at least one digit before the point."""
-    largest = max(counts, default=0.0)
-    power = math.floor(math.log(largest, 1024)) if largest >= 1024 else 0
-    return UNITS[min(power, len(UNITS) - 1)]
+    """Bytes in the unit that fits."""
+    return in_units(round(count)).replace(" ", SPACE) if finite(count) else number(count)
 
 
 def moment(text: str) -> str:

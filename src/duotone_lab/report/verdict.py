@@ -14,8 +14,7 @@ def reference_of(result: Document) -> RunEntry | None:
 
 def noise_gap(result: Document) -> float | None:
     """How far two runs end apart that differ in nothing that matters, in percent, without sign."""
-    noise = result["settings"].get("noise") or {}
-    gaps = [noise.get("gap_percent"), *(run["gap_percent"] for run in result["runs"] if run["is_noise"])]
+    gaps = (run["gap_percent"] for run in result["runs"] if run["is_noise"])
     return next((abs(gap) for gap in gaps if finite(gap)), None)
 
 

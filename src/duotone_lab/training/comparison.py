@@ -13,6 +13,7 @@ import torch
 import duotone
 from duotone import Plan
 from duotone.errors import UserError
+from duotone.observe.candidates import REFERENCE, load_candidates
 from duotone.recipes import Recipe
 from duotone_lab.training import models
 from duotone_lab.training.config import TrainConfig
@@ -22,7 +23,6 @@ from duotone_lab.training.loop import Progress, Run, Saving, train
 from duotone_lab.training.schema import Document, Settings
 from duotone_lab.training.trainer import Trainer
 
-REFERENCE = "bf16"
 NOISE = "bf16 (noise)"
 UNFINISHED = "unfinished"
 OF_RUN = re.compile(r"[0-9a-f]{16}-[0-9]+")
@@ -127,30 +127,22 @@ def plan_runs(config: TrainConfig, recipes: Sequence[Recipe], seeds: int = 1) ->
     With a single seed a noise run follows the reference: bf16 from perturbed weights. UserError if a recipe cannot
     be used for this model and device, or two have the same name.
     """
-    names = [recipe.name for recipe in recipes]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(
-            f"the recipe {twice!r} is given twice: name each once, and give recipe files names of their own"
-        )
+    recipes = load_candidates("compare", recipes or [REFERENCE])
     for recipe in recipes:
         planned(config, recipe)
-    reference = duotone.recipes.load(REFERENCE)
-    others = [recipe for recipe in recipes if recipe.name != REFERENCE]
-    if seeds == 1:
-        return [
-            Run(REFERENCE, reference, config.seed, is_reference=True),
-            Run(NOISE, reference, config.seed, is_noise=True),
-            *(Run(recipe.name, recipe, config.seed) for recipe in others),
-        ]
-    return [
+    reference = recipes[0]
+    runs = [
         Run(
             recipe.name,
             recipe,
             seed,
             is_reference=recipe is reference,
             is_observed=seed == config.seed,
-            label=f"{recipe.name}, seed {seed}",
+            label=f"{recipe.name}, seed {seed}" if seeds > 1 else "",
         )
         for seed in range(config.seed, config.seed + seeds)
-        for recipe in (reference, *others)
+        for recipe in recipes
     ]
+    if seeds == 1:
+        runs.insert(1, Run(NOISE, reference, config.seed, is_noise=True))
+    return runs

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from duotone.errors import UserError
-from duotone.recipes import HighPrecision, Recipe, any_from_dict
+from duotone.recipes import HighPrecision, Recipe, from_dict
 from duotone_lab.memory.step_memory import StepMemory
 from duotone_lab.training import meta, outputs
 from duotone_lab.training.document import curves_of
@@ -42,8 +42,7 @@ def recipes_of(result: Document, path: Path) -> list[Recipe]:
     if wrong:
         raise UserError(f"the comparison in {path} cannot go on ({wrong}): compare anew with another --out, or --force")
     chosen = [run for run in runs if not run["is_reference"] and not run["is_noise"]]
-    recipes = [any_from_dict(run["recipe"], where=str(path), default_name=run["name"]) for run in chosen]
-    return [recipe for recipe in recipes if isinstance(recipe, Recipe)]
+    return [from_dict(run["recipe"], where=str(path), default_name=run["name"]) for run in chosen]
 
 
 def take_over(runs: Sequence[Run], result: Document, steps: int) -> list[Run]:

@@ -11,7 +11,8 @@ import torch
 
 import duotone
 from duotone.dispatch import compiled_casts
-from duotone_lab.training import models
+from duotone.errors import UserError
+from duotone_lab.training import data, models
 from duotone_lab.training.config import TrainConfig
 from duotone_lab.training.data import Corpus
 from duotone_lab.training.loop import Run
@@ -34,7 +35,6 @@ def document(
     """
     judgement = Judgement(runs)
     entries = [_entry(recipe, judgement, config) for recipe in judgement.recipes.values()]
-    noise = next((entry["gap_percent"] for entry in entries if entry["is_noise"]), None)
     return {
         "duotone": duotone.__version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -56,7 +56,7 @@ def document(
             "judged_step": judgement.step,
             "linears": {name: [*shape] for name, shape in models.linear_shapes(config.model, config.preset).items()},
             "learning_rate": config.preset.learning_rate,
-            "noise": {"perturbation": PERTURBATION, "gap_percent": noise},
+            "noise": {"perturbation": PERTURBATION},
             "config": config.to_dict(),
             **about,
         },
@@ -67,6 +67,14 @@ def document(
 def digests(config: TrainConfig, corpus: Corpus) -> dict[str, str]:
     """Digests of the data and of the model, which may change between a comparison and its continuation."""
     return {"data": corpus.digest, "model": models.get(config.model).digest(config.preset)}
+
+
+def unchanged(config: TrainConfig, stored: object, since: str) -> Corpus:
+    """The text of a config; UserError unless `stored` are the digests of it and of the model."""
+    corpus = data.load(config.data, context=config.preset.model.context)
+    if digests(config, corpus) != stored:
+        raise UserError(f"the data or the model has changed since {since}")
+    return corpus
 
 
 def machine(device: str) -> Machine:

@@ -9,7 +9,7 @@ import duotone
 from duotone import files
 from duotone.errors import UserError, path_errors
 from duotone.observe.candidates import file_text
-from duotone.recipes import Recipe, any_from_dict
+from duotone.recipes import from_dict
 from duotone_lab.training import checkpoint, meta, outputs
 from duotone_lab.training.config import TrainConfig
 from duotone_lab.training.data import Corpus
@@ -100,11 +100,10 @@ def read(path: Path) -> dict[str, Any]:
 def resumed(path: Path, config: TrainConfig, evidence: dict[str, Any]) -> Search:
     """The search of that evidence with the effects that were measured; `config` is that of its settings."""
     stored = evidence["settings"]
-    recipes = [any_from_dict(recipe, where=str(path)) for recipe in stored["recipes"]]
     return Search(
         config,
         Goal(stored["goal"]["kind"], stored["goal"]["value"]),
-        [recipe for recipe in recipes if isinstance(recipe, Recipe)],
+        [from_dict(recipe, where=str(path)) for recipe in stored["recipes"]],
         (stored["size"][0], stored["size"][1]) if stored["size"] else None,
         stored["seeds"],
         [Effect(**effect) for effect in evidence["effects"]],

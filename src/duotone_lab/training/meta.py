@@ -1,12 +1,13 @@
 """What `meta.json` of a training run must hold: nothing in a checkpoint is used before it was checked."""
 
-import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from duotone_lab.training import checkpoint, presets
 from duotone_lab.training.checkpoint import Checkpoint
 from duotone_lab.training.config import TrainConfig
+from duotone_lab.training.schema import Losses, fits
 
 CURVES = ("train_loss", "heldout_loss")
 LIKE_CONFIG = TrainConfig(presets.get("tiny"), steps=1).to_dict()
@@ -48,11 +49,6 @@ def unlike(like: object, value: object, name: str) -> str:
     return next((wrong for key in like if (wrong := unlike(like[key], value[key], f"{name}.{key}"))), "")
 
 
-def _is_curve(points: object, last: int) -> bool:
-    """Whether `points` are [step, loss] of rising steps from 1 to `last`, each loss finite or None."""
-    if not isinstance(points, list) or not all(isinstance(point, list) and len(point) == 2 for point in points):
-        return False
-    steps = [step for step, _ in points]
-    whole = all(type(step) is int and 1 <= step <= last for step in steps)
-    losses = all(loss is None or (type(loss) is float and math.isfinite(loss)) for _, loss in points)
-    return whole and losses and all(a < b for a, b in pairwise(steps))
+def _is_curve(points: Any, last: int) -> bool:
+    """Whether `points` are [step, loss] of rising steps from 1 to `last`, each loss a number or None."""
+    return fits(points, Losses) and all(a < b for a, b in pairwise([0, *(step for step, _ in points), last + 1]))

@@ -234,10 +234,9 @@ class RunEntry(Curves, Verdict, Observations):
 
 
 class Noise(TypedDict, total=False):
-    """Relative noise on the initial weights of the noise run, and how far that run ended from the reference."""
+    """Relative noise on the initial weights of the noise run."""
 
     perturbation: Number
-    gap_percent: Number | None
 
 
 class SearchEntry(TypedDict):
@@ -267,7 +266,7 @@ class Settings(TypedDict, total=False):
     """What was trained, on what and for how long.
 
     `linears`: features in and out of each that follows a recipe. `size`: the width and the tokens for which speeds are
-    predicted, if they are not those of the model.
+    predicted, None for those of the model.
     """
 
     command: str | None
@@ -284,7 +283,7 @@ class Settings(TypedDict, total=False):
     seeds: Count
     judged_step: Count | None
     linears: Mapping[str, Pair]
-    size: Pair
+    size: Pair | None
     search: SearchEntry
     learning_rate: Number
     noise: Noise | None

@@ -120,10 +120,9 @@ class Search:
         first, *others = comparison.plan_runs(self.config, [finding.recipe], self.seeds)
         about: Settings = {
             "command": command,
+            "size": self.size,
             "search": {"recipe": TITLE, **asdict(self.goal), **asdict(finding.predicted)},  # type: ignore[typeddict-item]
         }
-        if self.size is not None:
-            about["size"] = self.size
         runs = [replace(reference, label=first.label), *others]
         if previous is not None:
             runs = [runs[0], *continuation.take_over(others, previous, self.config.steps)]
@@ -160,9 +159,8 @@ class Finding:
     @property
     def off_by(self) -> float | None:
         """The predicted gap less the measured one, in percent of the loss."""
-        measured = self.measured
-        gap = None if measured is None else measured["gap_percent"]
-        return None if gap is None else self.predicted.gap_percent - gap
+        measured = self.measured and self.measured["gap_percent"]
+        return None if measured is None else self.predicted.gap_percent - measured
 
     @property
     def verdict(self) -> str:

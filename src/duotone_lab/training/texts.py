@@ -4,7 +4,6 @@ import glob
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from duotone.errors import UserError, path_errors
@@ -53,14 +52,12 @@ def files(folder: Path, left_out: frozenset[str] = frozenset()) -> Iterator[Path
 
 def python_texts() -> list[bytes]:
     """The topics of Python's documentation, then the standard library's source, up to DEFAULT_BYTES."""
-    texts = []
-    if find_spec("pydoc_data"):
-        from pydoc_data.topics import topics
+    from pydoc_data.topics import topics
 
-        texts.append("\n".join(topics[name] for name in sorted(topics)).encode())
-    total = sum(map(len, texts))
+    texts = ["\n".join(topics[name] for name in sorted(topics)).encode()]
+    total = len(texts[0])
     for path in files(Path(sysconfig.get_paths()["stdlib"]), NOT_LIBRARY):
-        if path.suffix != ".py" or not (text := path.read_bytes()) or not _is_utf8(text):
+        if path.suffix != ".py" or not (text := path.read_bytes()):
             continue
         if total + len(text) > DEFAULT_BYTES:
             break
@@ -92,11 +89,3 @@ def _text(path: Path) -> bytes:
 def _bytes(path: Path) -> bytes:
     with path_errors("cannot read the data file", path, "give a readable text file"):
         return path.read_bytes()
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
