@@ -1,4 +1,4 @@
-"""`python -m duotone` is `duotone`. Its packages are an extra, so that the library needs torch alone."""
+"""`python -m duotone` is `duotone`. Its packages are an extra, so that the library does not need them."""
 
 import sys
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from duotone import files
 from duotone.errors import UserError, path_errors
-from duotone.serving.tensor_file import TensorFile, TensorSpec, memory_of, write_tensors
+from duotone.serving.tensor_file import TensorFile, TensorSpec, split_rows, write_tensors
 
 INDEX, WHOLE, CONFIG, NOTES = "model.safetensors.index.json", "model.safetensors", "config.json", "duotone.json"
 WRITTEN = (WHOLE, "model-?????-of-?????.safetensors", INDEX, CONFIG, NOTES, "generation_config.json")
@@ -160,8 +161,9 @@ class _Progress:
         """Write a shard unless it is whole. Returns its notes."""
         file, source = self.folder / name, hashlib.sha256(repr(specs).encode())
         for part in (part for item in items for part in item.sources()):
-            for data in memory_of(part) if isinstance(part, Tensor) else [repr(part).encode()]:
-                source.update(data)
+            for rows in split_rows(part.detach()) if isinstance(part, Tensor) else ():
+                source.update(rows.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+            source.update(b"" if isinstance(part, Tensor) else repr(part).encode())
         digests = self.shards.get(name, [])[:2]
         if not file.exists() or digests != [source.hexdigest(), _digest(file)]:
             file.unlink(missing_ok=True)

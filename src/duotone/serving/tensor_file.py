@@ -1,10 +1,8 @@
-"""Files of named tensors in the safetensors layout: a JSON header, then the bytes. Written and read one at a time."""
+"""Files of named tensors, written and read by safetensors, which is imported when a file is."""
 
-import ctypes
-import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,9 +18,8 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "C64": torch.complex64,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-LONGEST_HEADER = 100_000_000
 PIECE, PIECE_ON_GPU = 1 << 18, 1 << 24
-"""Elements of a piece of rows, which is computed and written at once."""
+"""Elements of a piece of rows, which is computed at once."""
 
 
 class TensorSpec(NamedTuple):
@@ -49,71 +46,35 @@ def split_rows(t: Tensor, step: int = 1) -> tuple[Tensor, ...]:
     return rows.split(max(1, (PIECE if t.device.type == "cpu" else PIECE_ON_GPU) // width // step) * step)
 
 
-def memory_of(t: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, some rows at a time. A view is valid until the next one is taken."""
-    for rows in split_rows(t.detach()):
-        rows = rows.contiguous().cpu()
-        yield memoryview((ctypes.c_ubyte * rows.nbytes).from_address(rows.data_ptr()))
-
-
 def write_tensors(path: Path, specs: Mapping[str, TensorSpec], pieces: Iterable[tuple[str, Tensor]]) -> None:
-    """Write rows of tensors to a new file as they come, so that few are in memory. UserError if they do not fit."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    places, end = {}, 0
-    for name, spec in specs.items():
-        places[name], end = (end, end + spec.bytes), end + spec.bytes
-        header[name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": places[name]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(start + end)
-        for name, piece in pieces:
-            spec, (first, last) = specs[name], places[name]
-            if piece.dtype != spec.dtype or piece.shape[1:] != spec.shape[1:] or first + piece.nbytes > last:
-                raise UserError(f"{name} is {tuple(piece.shape)} in {piece.dtype} and was planned as {spec}")
-            places[name] = first + piece.nbytes, last
-            file.seek(start + first)
-            for view in memory_of(piece):
-                file.write(view)
-            file.flush()
+    """Write tensors to a new file. Memory holds all of them; their rows come in pieces."""
+    from safetensors.torch import save_file
+
+    tensors = {name: torch.empty(spec.shape, dtype=spec.dtype, device="cpu") for name, spec in specs.items()}
+    rest = {name: tensor.view(-1) for name, tensor in tensors.items()}
+    for name, piece in pieces:
+        rest[name][: piece.numel()].copy_(piece.detach().reshape(-1))
+        rest[name] = rest[name][piece.numel() :]
+    assert not any(map(len, rest.values())), "rows were planned and did not come"
+    save_file(tensors, path, {"format": "pt"})
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets nobody else read a file, such as a server
+    with path.open("rb") as file:
         os.fsync(file.fileno())
-    for name, (first, last) in places.items():
-        if first < last:
-            raise UserError(f"{path.name} lacks rows of {name}; they were planned and not written")
 
 
 class TensorFile:
-    """A file in the safetensors layout, open for reading. UserError if it is damaged."""
+    """A file of safetensors, open for reading. UserError if it is damaged."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            text = file.read(length) if length <= LONGEST_HEADER else b""
-        self.start = 8 + length
+        from safetensors import SafetensorError, safe_open
+
         try:
-            header = json.loads(text) if len(text) == length else None
-        except (ValueError, RecursionError):
-            header = None
-        if not isinstance(header, dict):
-            raise UserError(f"{path} is no whole file of safetensors; write it again")
-        header.pop("__metadata__", None)
-        try:
-            self.specs = {n: TensorSpec(tuple(e["shape"]), DTYPES[e["dtype"]]) for n, e in header.items()}
-            self.places = {n: (int(e["data_offsets"][0]), int(e["data_offsets"][1])) for n, e in header.items()}
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise UserError(f"{path} has a header that is not one of safetensors ({error!r}); write it again") from None
-        size = path.stat().st_size - self.start
-        for name, spec in self.specs.items():
-            first, last = self.places[name]
-            if not 0 <= first <= last <= size or last - first != spec.bytes or any(n < 0 for n in spec.shape):
-                raise UserError(f"{path} ends before {name}, or has other sizes than it says; write it again")
-        self.memory = torch.from_file(str(path), shared=False, size=self.start + size, dtype=torch.uint8)
+            self._file = safe_open(path, "pt")
+            slices = {name: self._file.get_slice(name) for name in self._file.keys()}
+            self.specs = {n: TensorSpec(tuple(s.get_shape()), DTYPES[s.get_dtype()]) for n, s in slices.items()}
+        except (SafetensorError, KeyError) as error:
+            raise UserError(f"{path} is no whole file of safetensors ({error!r}); write it again") from None
 
     def read(self, name: str) -> Tensor:
         """A copy of a tensor."""
-        first, last = self.places[name]
-        spec = self.specs[name]
-        return self.memory[self.start + first : self.start + last].clone().view(spec.dtype).reshape(spec.shape)
+        return self._file.get_tensor(name).clone()
