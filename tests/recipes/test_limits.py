@@ -1,4 +1,4 @@
-"""Files that are too large, too deep, out of range or no files: one line, and an end."""
+"""Files that are too large, too deep, out of range or no files: one line."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from duotone import formats, recipes
 from duotone.errors import RecipeError, UserError
-from duotone.recipes import QuantizerRole, Rule, RuleRecipe, Schedule
+from duotone.recipes import QuantizerRole, RuleRecipe, Schedule
 from duotone.tensor import History
 
 RULE = '\n[[rules]]\nformat = "mxfp4"\n'
@@ -36,24 +36,22 @@ def nested(depth):
 
 
 WRONG = {
-    "deep.json": (nested(500), "tables are more than 32 deep"),
-    "bases.json": (nested(17), "more than 16 recipes are each the base of the one before; merge their rules"),
-    "brackets.json": ("[" * 100_000, "is not valid JSON: its tables are more than 32 deep"),
-    "brackets.toml": ("a=" + "[" * 100_000, "is not valid TOML: its tables are more than 32 deep"),
-    "nul.json": ('{"base": "a\\u0000b.toml"}', "which holds NUL or half a surrogate pair"),
-    "nul-name.json": (json.dumps(table(name="a\0b")), "which holds NUL or half a surrogate pair"),
-    "surrogate.json": ('{"name": "\\ud800", "rules": [{"format": "mxfp4"}]}', "which holds NUL or half a surrogate"),
-    "surrogate-rule.json": ('{"rules": [{"format": "mxfp4", "module": "\\udfff"}]}', "which holds NUL or half a"),
-    "key.json": ('{"\\ud800": 1}', "a key is '\\ud800', which holds NUL or half a surrogate pair"),
-    "digits.toml": ("recipe = 'mxfp8'\nmin_weight_elements = " + "1" * 4300, "a number has more than 18 digits"),
+    "deep.json": (nested(500), "recipes are nested too deep, in tables or over files; merge some of them"),
+    "brackets.json": ("[" * 100_000, "is not valid JSON: it is nested too deep"),
+    "brackets.toml": ("a=" + "[" * 100_000, "is not valid TOML: it is nested too deep"),
+    "nul.json": ('{"base": "a\\u0000b.toml"}', "a\\x00b.toml cannot be read: embedded null byte"),
+    "nul-name.json": (json.dumps(table(name="a\0b")), "it must be one line of printable text"),
+    "surrogate.json": ('{"name": "\\ud800", "rules": [{"format": "mxfp4"}]}', "it must be one line of printable text"),
+    "key.json": ('{"\\ud800": 1}', "has no key '\\ud800'"),
     "digits-5000.toml": (
         "recipe = 'mxfp8'\nmin_weight_elements = " + "1" * 5000,
-        "is not valid TOML: a number has more than 18 digits",
+        "is not valid TOML: Exceeds the limit (4300 digits)",
     ),
     "digits-5000.json": (
         '{"recipe": "mxfp8", "min_weight_elements": ' + "1" * 5000 + "}",
-        "is not valid JSON: a number has more than 18 digits",
+        "is not valid JSON: Exceeds the limit (4300 digits)",
     ),
+    "digits-hex.toml": ("recipe = 'fp8-delayed'\nmargin = 0x" + "f" * 5000, "Exceeds the limit (4300 digits)"),
     "epsilon.toml": ("recipe = 'fp8-current'\namax_epsilon = 1e300", "amax_epsilon is 1e+300; it must be a number"),
     "epsilon-inf.toml": ("recipe = 'fp8-block'\namax_epsilon = inf", "amax_epsilon is inf; it must be a number"),
     "epsilon-nan.json": ('{"recipe": "fp8-rowwise", "amax_epsilon": NaN}', "amax_epsilon is nan; it must be a number"),
@@ -65,19 +63,18 @@ WRONG = {
     "margin-150.toml": ("base = 'mxfp8'\n[delayed]\nmargin = 150", "margin is 150"),
     "length.toml": ("recipe = 'fp8-delayed'\namax_history_len = 1000000000000", "at least 1 and at most 1048576"),
     "length-rules.toml": ("base = 'mxfp8'\ndelayed = {amax_history_len = 1000000000000}", "at most 1048576"),
-    "dotted.toml": (".".join(["a"] * 200_000) + " = 1", "is not valid TOML: a key has more than 32 parts"),
-    "quoted.toml": (" . ".join(['"a\\"."', "'b'"] * 20) + " = 1", "is not valid TOML: a key has more than 32 parts"),
     "keys.toml": ("".join(f"a.b.c{i} = 1\n" for i in range(50_000)), "a recipe file has no key 'a'"),
     "keys-200000.toml": ("".join(f"a.b.c{i} = 1\n" for i in range(200_000)), "it has more than 1048576 bytes"),
-    "rules.toml": (RULE * 20_000, "20000 rules are more than a recipe may have; give at most 4096"),
-    "phases.toml": ("[[phases]]\n" * 20_000, "20000 phases are more than a recipe may have; give at most 1024"),
-    "long.toml": (f"name = '{'x' * 2000}'" + RULE, "a text has 2000 characters; give at most 1024"),
     "layer.toml": ("[[rules]]\nformat = 'mxfp4'\nlayer = '0:" + "9" * 500 + "'", "give an index or a range"),
     "layer-number.toml": ("[[rules]]\nformat = 'mxfp4'\nlayer = 1000000000", "layer is 1000000000; give an index"),
     "size.toml": ("[[rules]]\nformat = 'mxfp4'\nin_features = '>" + "9" * 500 + "'", "give a comparison such as"),
     "regex.toml": (
         "[[rules]]\nformat = 'mxfp4'\nmodule_regex = '(a{99}){99}'",
-        "rule 1: module_regex '(a{99}){99}' has",
+        "rule 1: module_regex '(a{99}){99}' has a repeat inside of a repeat",
+    ),
+    "regex-long.toml": (
+        f"[[rules]]\nformat = 'mxfp4'\nmodule_regex = '{'a' * 201}'",
+        "has 201 characters; give at most 200",
     ),
     "twice.json": ('{"recipe": "mxfp8", "recipe": "nvfp4"}', "is not valid JSON: the key 'recipe' comes twice"),
     "beside.toml": (
@@ -147,7 +144,7 @@ def test_files_that_name_each_other_500_deep_are_refused(tmp_path):
     for i in range(500):
         (tmp_path / f"{i}.toml").write_text(f'base = "{i + 1}.toml"' + RULE)
     (tmp_path / "500.toml").write_text('recipe = "mxfp8"')
-    assert refused(tmp_path / "0.toml") == "recipe files refer to each other more than 16 deep; merge some of them"
+    assert refused(tmp_path / "0.toml") == "recipes are nested too deep, in tables or over files; merge some of them"
     assert recipes.load(str(tmp_path / "485.toml")).name == "485"
 
 
@@ -166,22 +163,15 @@ def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path, name):
     assert recipes.load(str(tmp_path / name)) == recipes.load("mxfp8")
 
 
-def test_as_many_rules_as_there_may_be_are_read_and_asked(tmp_path):
-    rules = "".join(f"[[rules]]\nformat = 'mxfp4'\nmodule = 'layers.{i}.*'\n" for i in range(4096))
+def test_thousands_of_rules_are_read_and_asked(tmp_path):
+    rules = "".join(f"[[rules]]\nformat = 'mxfp4'\nmodule = 'layers.{i}.*'\n" for i in range(10_000))
     (tmp_path / "many.toml").write_text(rules)
     recipe = recipes.load(str(tmp_path / "many.toml"))
-    role = QuantizerRole("linear", "weight", "layers.4095.up")
+    role = QuantizerRole("linear", "weight", "layers.9999.up")
     assert (
         recipe(role).rowwise.name == "mxfp4"
         and recipe(QuantizerRole("linear", "weight", "up")).rowwise.name == "identity"
     )
-
-
-def deep_recipe():
-    recipe = recipes.load("mxfp8")
-    for _ in range(500):
-        recipe = RuleRecipe(rules=(), base=recipe)
-    return recipe
 
 
 @pytest.mark.parametrize(
@@ -196,14 +186,10 @@ def deep_recipe():
         (lambda: recipes.Float8CurrentScaling(amax_epsilon=1e300), "amax_epsilon is 1e+300"),
         (lambda: recipes.Float8BlockScaling(amax_epsilon=10**400), "that fp32 has"),
         (lambda: formats.get("fp8_e4m3_row_eps1e39"), "is no positive number of fp32"),
-        (lambda: Rule(module="\ud800", format="mxfp4"), "module is '\\ud800', which holds NUL or half"),
-        (lambda: Rule(module="x" * 1025, format="mxfp4"), "module has 1025 characters; give at most 1024"),
-        (lambda: RuleRecipe(rules=(), title="a\0"), "title is 'a\\x00', which holds NUL"),
+        (lambda: RuleRecipe(rules=(), title="a\0"), "title is 'a\\x00'; it must be one line"),
         (lambda: RuleRecipe(rules=(), title="a\nb"), "title is 'a\\nb'; it must be one line of printable text"),
-        (lambda: RuleRecipe(rules=(Rule(format="mxfp4"),) * 4097), "4097 rules are more than a recipe may have"),
-        (lambda: Schedule((recipes.Phase(recipes.load("mxfp8"), 0),), title="\ud800"), "title is '\\ud800', which"),
-        (deep_recipe, "more than 16 recipes are each the base of the one before"),
-        (lambda: recipes.from_dict(json.loads(nested(100))), "tables are more than 32 deep"),
+        (lambda: Schedule((recipes.Phase(recipes.load("mxfp8"), 0),), title="\ud800"), "title is '\\ud800'; it must"),
+        (lambda: recipes.from_dict(json.loads(nested(500))), "recipes are nested too deep"),
     ],
 )
 def test_values_made_in_python_have_the_same_limits(make, words):
@@ -301,9 +287,3 @@ def test_no_text_ends_in_a_traceback(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "text.toml"
     path.write_text(text)
     check_any(lambda: recipes.load_any(path))
-
-
-@pytest.mark.parametrize("name", ["margin", "amax_history_len", "min_weight_elements", "strict", "fp8_format"])
-def test_an_integer_that_python_does_not_print_is_one_line(name) -> None:
-    with pytest.raises(RecipeError, match=f"^{name} has more than 18 digits; give a smaller one$"):
-        recipes.DelayedScaling(**{name: 10**5000})

@@ -12,23 +12,13 @@ from pathlib import Path
 from duotone.errors import RecipeError
 from duotone.recipes import tables
 from duotone.recipes.builtin import BUILTIN
-from duotone.recipes.limits import (
-    BASES,
-    DEPTH,
-    DOTTED,
-    FILE_BYTES,
-    LONG_NUMBER,
-    TOO_LONG,
-    Table,
-    check_table,
-    one_line,
-)
+from duotone.recipes.limits import FILE_BYTES, Table, one_line
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.schedule import Schedule
 
 
 class _ReferenceError(RecipeError):
-    """Files refer to each other in a cycle or too deep. The message names none of them first."""
+    """Recipes refer to each other in a cycle or too deep. The message names none of their files first."""
 
 
 def names() -> list[str]:
@@ -103,8 +93,6 @@ class _Loading:
             raise _ReferenceError(
                 f"recipe files refer to each other in a cycle: {one_line(files)}; let one of them name no other"
             )
-        if len(chain) >= BASES:
-            raise _ReferenceError(f"recipe files refer to each other more than {BASES} deep; merge some of them")
         if key not in self._files:
             data = _parse(path, content)
             title = one_line(os.fsencode(path.stem).decode(errors="replace"))
@@ -120,11 +108,12 @@ class _Loading:
             return _as_recipe(self.load(name_or_path, folder, chain), name_or_path)
 
         try:
-            check_table(data)
             return tables.read(data, resolve, default_name)
         except _ReferenceError:
             raise
-        except (RecipeError, TypeError) as error:
+        except RecursionError:
+            raise _ReferenceError("recipes are nested too deep, in tables or over files; merge some of them") from None
+        except (ValueError, TypeError) as error:  # a ValueError of Python for a number that it does not print
             raise RecipeError(one_line(f"{where}: {error}")) from None
 
 
@@ -166,13 +155,11 @@ def _parse(path: Path, content: bytes) -> object:
     try:
         if kind == "JSON":
             return json.loads(text, object_pairs_hook=_without_twins)
-        if DOTTED.search(text):
-            raise ValueError(f"a key has more than {DEPTH} parts")
         return tomllib.loads(text)
     except RecursionError:
-        reason = f"its tables are more than {DEPTH} deep"
+        reason = "it is nested too deep"
     except ValueError as error:
-        reason = f"a number {TOO_LONG}" if LONG_NUMBER.search(text) else str(error)
+        reason = str(error)
     raise RecipeError(one_line(f"recipe file {path} is not valid {kind}: {reason}"))
 
 

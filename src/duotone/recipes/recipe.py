@@ -11,7 +11,7 @@ import torch
 from duotone.errors import RecipeError, one_of, qualified_name, shown_fields
 from duotone.formats import IDENTITY
 from duotone.numbered import Numbered, constant_in_traces
-from duotone.recipes.limits import PRINTABLE, Table, check_integer
+from duotone.recipes.limits import Table
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site, in_slot, require_known
 from duotone.tensor.quantizer import Quantizer
 
@@ -202,7 +202,6 @@ def _check_arguments(kind: type, args: tuple[object, ...], options: Table) -> No
         if name not in names:
             remedy = ELSEWHERE.get(name) or f"allowed are {', '.join(names)}"
             raise RecipeError(f"{kind.__name__} has no {name}; {remedy}")
-        check_integer(name, options[name], PRINTABLE)
 
 
 _FIRST: "weakref.WeakKeyDictionary[Recipe, weakref.ref[Recipe]]" = weakref.WeakKeyDictionary()

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from duotone import formats
 from duotone.errors import RecipeError, UserError, one_of, shown_fields
 from duotone.recipes.conditions import check_layer, check_module_type, check_size, expression, glob, is_layer, is_size
-from duotone.recipes.limits import BASES, RULES, Table, check_number, check_text, check_title
+from duotone.recipes.limits import Table, check_title
 from duotone.recipes.recipe import Recipe, as_recipe, table_of
 from duotone.recipes.roles import (
     ANYWHERE,
@@ -92,9 +92,7 @@ class Rule:
     def _check_fields(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, str):
-                check_text(field.name, value)
-            elif field.name != "layer" and value is not None:
+            if not isinstance(value, str) and field.name != "layer" and value is not None:
                 raise RecipeError(
                     f"{field.name} is {value!r}; every field of a rule is a string, layer also an integer"
                 )
@@ -114,7 +112,7 @@ class Rule:
             )
         return (
             (self.module is None or glob(self.module).match(role.name) is not None)
-            and (self.module_regex is None or expression(self.module_regex).matches(role.name))
+            and (self.module_regex is None or expression(self.module_regex).fullmatch(role.name) is not None)
             and (self.layer is None or is_layer(self.layer, site.layer, site.layers))
             and self._matches_shape(site.shape)
         )
@@ -194,7 +192,6 @@ class RuleRecipe(Recipe):
         if not isinstance(self.rules, tuple) or not all(isinstance(rule, Rule) for rule in self.rules):
             raise RecipeError(f"rules is {self.rules!r}; give a tuple of duotone.recipes.Rule")
         check_title(self.title)
-        check_number("rules", len(self.rules), RULES)
         if self.history is not None and not isinstance(self.history, History):
             raise RecipeError(f"history is {self.history!r}; give a duotone.tensor.History")
         if self.base is not None:
@@ -202,11 +199,6 @@ class RuleRecipe(Recipe):
         super().__post_init__()
         if self.base is None:
             return
-        below: Recipe | None = self.base
-        for _ in range(BASES):
-            below = getattr(below, "base", None)
-        if below is not None:
-            raise RecipeError(f"more than {BASES} recipes are each the base of the one before; merge their rules")
         for field in fields(Recipe):
             of_base, of_self = getattr(self.base, field.name), getattr(self, field.name)
             if of_base not in (field.default, of_self) and field.name not in ATTENTION_FIELDS:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from duotone.errors import RecipeError, UserError, require_integers
-from duotone.recipes.limits import PHASES, Table, check_number, check_title
+from duotone.recipes.limits import Table, check_title
 from duotone.recipes.recipe import Recipe, as_recipe
 
 
@@ -65,7 +65,6 @@ class Schedule:
         if not isinstance(self.phases, tuple) or not all(isinstance(phase, Phase) for phase in self.phases):
             raise RecipeError(f"phases is {self.phases!r}; give a tuple of duotone.recipes.Phase")
         check_title(self.title)
-        check_number("phases", len(self.phases), PHASES)
         if not self.phases or self.phases[0].start != 0:
             start = repr(self.phases[0].start) if self.phases else "nothing"
             raise RecipeError(f"the first phase starts at {start}; it must start at 0")

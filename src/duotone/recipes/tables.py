@@ -10,7 +10,7 @@ from duotone.errors import RecipeError
 from duotone.recipes.builtin import BUILTIN
 from duotone.recipes.custom import CustomRecipe
 from duotone.recipes.delayed import history
-from duotone.recipes.limits import PHASES, RULES, Table, check_number, is_list, is_table
+from duotone.recipes.limits import Table, is_list, is_table
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.rules import Rule, RuleRecipe
 from duotone.recipes.schedule import Phase, Schedule
@@ -60,7 +60,6 @@ def _rules(data: Table, resolve: Resolve, default_name: str) -> RuleRecipe:
     rows = data.get("rules", [] if "base" in data else None)
     if not is_list(rows) or not all(map(is_table, rows)) or not (rows or "base" in data):
         raise RecipeError("a recipe file needs [[rules]] (or recipe = a built-in name); add at least one rule")
-    check_number("rules", len(rows), RULES)
     head = {key: data[key] for key in COMMON_KEYS if key in data}
     for key in ("base", "evaluation"):
         if key in data:
@@ -92,7 +91,6 @@ def _schedule(data: Table, resolve: Resolve, default_name: str) -> Schedule:
     rows = data["phases"]
     if not is_list(rows) or not rows or not all(map(is_table, rows)):
         raise RecipeError("a schedule needs [[phases]] with from and recipe; add at least one")
-    check_number("phases", len(rows), PHASES)
     title = data.get("name", default_name)
     return Schedule(tuple(_phase(i, row, resolve) for i, row in enumerate(rows, 1)), data.get("steps"), title)
 
