@@ -1,7 +1,7 @@
 """Whether and how inductor compiles for this CPU: it needs a working compiler, and a cache folder of this user alone.
 
-If something goes wrong later, casts run in plain torch, with one warning: a full disk, a damaged library in the cache,
-or a compiler that hangs.
+If something goes wrong later, casts run in plain torch, with one warning: a full disk, or a damaged library in the
+cache.
 """
 
 import atexit
@@ -30,8 +30,6 @@ OPTIONS: dict[str, object] = {"emulate_precision_casts": True}
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 PATIENCE = 60.0
 """Seconds after which a compiler counts as one that hangs; building the probe takes less than one."""
-LIMIT = 300.0
-"""Seconds for all compilations of one graph; most take 5 to 20."""
 WRITING = 5.0
 """Seconds after which another process has finished a library that it writes to the cache."""
 
@@ -90,7 +88,7 @@ def backend(graph: "GraphModule", inputs: "list[Tensor]") -> Callable[..., objec
 
     if not _FAILURES:
         try:
-            with _own_cache(), _limited():
+            with _own_cache():
                 _refuse_cut_libraries(cache_folder())
                 return compile_fx(graph, inputs, config_patches=OPTIONS)  # type: ignore[return-value]
         except RestartAnalysis:  # no failure: Dynamo traces again and comes back
@@ -126,36 +124,6 @@ def _is_cut(library: str) -> bool:
         return False
     (start,), (size, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
     return length < start + size * count
-
-
-class _Limited:
-    """Stands for the module `subprocess`. Calls without a timeout end at `end`, in `time.monotonic` seconds."""
-
-    def __init__(self, end: float) -> None:
-        self.end = end
-
-    def __getattr__(self, name: str) -> object:
-        value = getattr(subprocess, name)
-        if name not in ("run", "check_call", "check_output"):
-            return value
-
-        def call(*arguments: object, **options: object) -> object:
-            options.setdefault("timeout", max(self.end - time.monotonic(), 0.01))
-            return value(*arguments, **options)
-
-        return call
-
-
-@contextmanager
-def _limited() -> Iterator[None]:
-    """Stop the C++ compiler of inductor at the limit. Dynamo compiles in one thread at a time."""
-    from torch._inductor import cpp_builder
-
-    cpp_builder.subprocess = _Limited(time.monotonic() + LIMIT)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        cpp_builder.subprocess = subprocess  # type: ignore[attr-defined]
 
 
 @contextmanager
