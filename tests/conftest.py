@@ -60,6 +60,7 @@ REST = {
     "cli/test_train.py",
     "conversion/test_encoder.py",
     "conversion/test_fuse_models.py",
+    "conversion/test_interrupted.py",
     "conversion/test_llama.py",
     "conversion/test_mixtral.py",
     "dispatch/test_graph_patterns.py",
@@ -83,6 +84,7 @@ REST = {
     "state/test_traced_plans.py",
     "tensor/test_compiled.py",
     "test_examples.py",
+    "test_own_ops.py",
     "test_site.py",
 }
 """Folders and files that `make test` leaves out: graphs, ranks, other libraries, pages. They take most of the time."""

@@ -1,5 +1,6 @@
 """Ctrl-C at any line of the library inside of a call."""
 
+import linecache
 import sys
 from collections.abc import Callable
 
@@ -11,7 +12,8 @@ INSIDE = duotone.__file__.rsplit("/", 1)[0]
 def interrupt(call: Callable[[], object], at: int) -> int:
     """Raise KeyboardInterrupt at the line of that number, 0 for none. Returns how many lines ran.
 
-    The line `try` with which a region is left does not count: nothing could catch an interrupt there.
+    The line `try` with which a region is left does not count: nothing could catch an interrupt there. Nor do lines of
+    `with`: Python handles no signal between a block and the release of its lock, but a tracer would raise there.
     """
     seen = 0
 
@@ -20,7 +22,9 @@ def interrupt(call: Callable[[], object], at: int) -> int:
         code = frame.f_code
         if not code.co_filename.startswith(INSIDE) or code.co_name in ("__hash__", "__del__"):
             return None
-        if event == "line" and not (code.co_name == "__exit__" and frame.f_lineno == code.co_firstlineno + 1):
+        is_entry = code.co_name == "__exit__" and frame.f_lineno == code.co_firstlineno + 1
+        is_with = linecache.getline(code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+        if event == "line" and not (is_entry or is_with):
             seen += 1
             if seen == at:
                 sys.settrace(None)
