@@ -32,7 +32,10 @@ def test_a_run_resumes_with_its_model_and_no_other(duotone, refused, text_file, 
     assert whole["config"]["model"] == LLAMA
     shutil.rmtree(newest)
     same_shapes = "hf:MistralForCausalLM"
-    others = {"gpt": "of another model", same_shapes: f"config: model '{LLAMA}' there, '{same_shapes}' here"}
+    others = {
+        "gpt": f"config: model '{LLAMA}' there, 'gpt' here",
+        same_shapes: f"config: model '{LLAMA}' there, '{same_shapes}' here",
+    }
     for other, message in others.items():
         assert message in refused("train", "--resume", "--out", tmp_path, "--model", other)
     code, _, progress = duotone("train", "--resume", "--out", tmp_path)

@@ -167,7 +167,7 @@ def contents(folder):
         (["--steps", "1"], "is at step 2: give --steps of at least 2"),
         (["--strict"], "another recipe: strict False there, True here"),
         (["--recipe", "mxfp8"], "another recipe: recipe 'nvfp4' there, 'mxfp8' here"),
-        (["--preset", "demo"], "is of another model"),
+        (["--preset", "demo"], "another config: preset name 'tiny' there, 'demo' here"),
     ],
 )
 def test_resume_with_other_settings_is_refused_and_changes_nothing(refused, stopped, changed, message):

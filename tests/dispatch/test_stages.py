@@ -14,15 +14,15 @@ from duotone.formats.geometry import TENSOR
 
 NAMES = [
     "fp8_e4m3_tensor",
-    "fp8_e5m2_row_pow2",
-    "fp8_e4m3_1x128_fp32",
+    pytest.param("fp8_e5m2_row_pow2", marks=pytest.mark.rest),
+    pytest.param("fp8_e4m3_1x128_fp32", marks=pytest.mark.rest),
     pytest.param("fp8_e5m2_128x128", marks=pytest.mark.slow),  # square blocks: nvfp4_16x16 has them too
     "mxfp8_e4m3",
     pytest.param("mxfp8_e5m2_32x32", marks=pytest.mark.slow),
-    "mxfp6_e3m2",
+    pytest.param("mxfp6_e3m2", marks=pytest.mark.rest),
     pytest.param("mxfp4", marks=pytest.mark.slow),  # the blocks of MXFP6 with the elements of NVFP4
     "nvfp4_rht_sr",
-    "nvfp4_16x16",
+    pytest.param("nvfp4_16x16", marks=pytest.mark.rest),
     pytest.param(
         "nvfp4_row", marks=pytest.mark.slow
     ),  # the blocks and elements of NVFP4, and amaxes that are not compiled

@@ -21,6 +21,7 @@ from duotone_lab.memory.storages import LiveStorages
 BF16 = torch.bfloat16
 HYBRID = "mxfp8-fwd-nvfp4-bwd"
 NAMES = ("bf16", "mxfp8", "nvfp4", "fp8-current", HYBRID)
+SELDOM = ("bf16", "nvfp4", "fp8-current", HYBRID, "fp8-block", "fp8-delayed", "mxfp8-fwd-high-precision-bwd")
 
 
 def converted(name: str, model: nn.Module, **fields) -> nn.Module:
@@ -35,7 +36,7 @@ def saved(model: nn.Module, x: torch.Tensor) -> int:
     return sum(row.saved for row in module_rows(model, lambda: model(x)))
 
 
-@pytest.mark.parametrize("name", [*NAMES, "fp8-block", "fp8-delayed", "mxfp8-fwd-high-precision-bwd"])
+@pytest.mark.parametrize("name", ["mxfp8", *(pytest.param(name, marks=pytest.mark.rest) for name in SELDOM)])
 def test_the_peak_of_a_linear_is_predicted_within_five_percent(name: str) -> None:
     size = 512
     m, x = converted(name, nn.Linear(size, size)), batch(size // 2, size)

@@ -2,7 +2,9 @@
 
 import json
 import os
+import sys
 import warnings
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +28,15 @@ def refused(path):
 
 def table(**values):
     return {**values, "rules": [{"format": "mxfp4"}]}
+
+
+@pytest.fixture(autouse=True)
+def recursion() -> Iterator[None]:
+    """Python's own limit, which other packages raise when they are imported."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
 
 
 def nested(depth):
