@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib import import_module
 
 import pytest
 
@@ -9,6 +10,12 @@ from duotone_lab.training import checkpoint
 
 LLAMA = "hf:LlamaForCausalLM"
 TINY = ["--preset", "tiny", "--steps", "2"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """What transformers imports may print to stderr, before a test looks at it."""
+    import_module("transformers.models.mixtral.modeling_mixtral")
 
 
 @pytest.mark.parametrize(("model", "words"), [("gpt", "gpt: 2 layers of 64"), (LLAMA, f"{LLAMA}: llama, 2 layers")])
