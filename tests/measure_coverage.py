@@ -1,4 +1,4 @@
-"""A script: the lines of the library that `make test` runs, and how many of those of `make test-all` these are.
+"""A script: the lines of `src` that `make test` runs, and how many of those of `make test-all` these are.
 
 python tests/measure_coverage.py     # about twice the time of `make test-all`
 
@@ -17,6 +17,7 @@ BUILD = ROOT / "build/coverage"
 CONFIG = """
 [run]
 source_pkgs = duotone
+    duotone_lab
 parallel = True
 data_file = {data}
 concurrency = thread
