@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -118,10 +119,17 @@ def is_rest(path: Path, test: str = "") -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A path on the command line runs all its tests, except slow ones."""
-    is_path = config.args_source is pytest.Config.ArgsSource.ARGS and not hasattr(config, "workerinput")
-    if is_path and config.option.markexpr == QUICK:
+    """A path on the command line runs all its tests, except slow ones. Workers run what their controller does."""
+    if hasattr(config, "workerinput"):
+        config.option.markexpr = config.workerinput["markexpr"]
+    elif config.args_source is pytest.Config.ArgsSource.ARGS and config.option.markexpr == QUICK:
         config.option.markexpr = "not slow"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker which tests to run: it reads `addopts` by itself."""
+    node.workerinput["markexpr"] = node.config.option.markexpr
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -4,8 +4,7 @@ The tests stop in the functions that change modules, at every third line. By han
 STRIDE = 1 and CHANGING = ().
 """
 
-import sys
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import duotone
+from interrupting import interrupt as interrupt_at
 from later import Later
 
 hooks = Later("accelerate.hooks")
@@ -23,8 +23,7 @@ CHANGING = (
     *("adopt", "take_name", "release", "change_class", "adopt_experts", "release_experts", "close_fast_paths"),
     *("open_fast_paths", "_change", "unfuse", "convert_by"),
 )
-INSIDE = "/src/duotone/"
-"""Part of the path of the files in whose lines calls are interrupted."""
+interrupt = partial(interrupt_at, functions=CHANGING)
 
 
 def linears() -> nn.Module:
@@ -69,32 +68,6 @@ KINDS = {
     "module of Duotone": (own, "nvfp4", {}),
 }
 kinds = pytest.mark.parametrize(("build", "recipe", "options"), KINDS.values(), ids=KINDS)
-
-
-def interrupt(call: Callable[[], object], at: int) -> int:
-    """Raise KeyboardInterrupt at the line of that number of a call, 0 for none. Returns the number of lines."""
-    seen = 0
-
-    def trace(frame, event, _):
-        nonlocal seen
-        if INSIDE not in frame.f_code.co_filename or frame.f_code.co_name == "__hash__":
-            return None
-        counts = event == "line" and frame.f_code.co_name in (CHANGING or [frame.f_code.co_name])
-        seen += counts
-        if counts and seen == at:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        assert at
-    finally:
-        sys.settrace(before)
-    return seen
 
 
 def described(m: nn.Module) -> dict[str, object]:
