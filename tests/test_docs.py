@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from duotone.recipes.library import load_any
+from duotone.recipes import load_any
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]

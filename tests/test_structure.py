@@ -19,6 +19,8 @@ FILES = sorted(ROOT.glob("duotone*/**/*.py"))
 EXTRAS = {"click", "jinja2", "markupsafe", "mpmath", "numpy", "rich", "safetensors", "scipy", "transformers"}
 MOST_MODULES = 300
 """Imported by `import duotone` after torch, its own files included: what decides how long that takes."""
+MOST_IN_CIRCLES = (15, 11, 3, 3, 2)
+"""The files of each group that import each other: planned, tensor, pipeline, recipes and, in `duotone_lab`, cli."""
 CONCRETE_FORMATS = {"ScaledFormat", "Identity", "Fp32Scale", "E8M0Scale", "TwoLevelScale", "FourOverSixScale"}
 
 
@@ -58,6 +60,41 @@ def imports(path: Path) -> set[str]:
             names = [node.module] if node.module != "duotone" else [f"duotone.{alias.name}" for alias in node.names]
         rooms |= {room_of(name) for name in names} - {""}
     return rooms
+
+
+def imported_modules(path: Path, modules: set[str]) -> set[str]:
+    """The modules that a file imports anywhere: also inside of functions, and only for types."""
+    names = set[str]()
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= full & modules | ({node.module} if full - modules else set())
+    return names & modules
+
+
+def circles() -> list[list[str]]:
+    """The modules that import each other, directly or over others, the largest circle first."""
+    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+    graph = {module: imported_modules(path, set(paths)) - {module} for module, path in paths.items()}
+    reached: dict[str, set[str]] = {}
+    for module in graph:
+        seen, waiting = set[str](), [module]
+        while waiting:
+            new = graph[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        reached[module] = seen
+    found = {tuple(sorted(each for each in seen if module in reached[each])) for module, seen in reached.items()}
+    return sorted(map(list, found - {()}), key=len, reverse=True)
+
+
+def test_no_new_circle_of_imports() -> None:
+    """A commit may lower the numbers. Where two files need each other's types, a third one above both has a noun."""
+    found = circles()
+    assert len(found) <= len(MOST_IN_CIRCLES), found
+    assert all(len(circle) <= most for circle, most in zip(found, MOST_IN_CIRCLES, strict=False)), found
 
 
 def test_imports_go_only_upward() -> None:

@@ -1,24 +1,35 @@
-"""Uninitialised tensors at the least cost to the host. Needs no Triton."""
+"""Uninitialised tensors at the least cost to the host, and alignments. Needs no Triton."""
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 """An uninitialised tensor of a size, strides and a dtype."""
 
 
 def allocator(x: Tensor) -> Allocate:
-    """Allocates on the device of `x`. For the current CUDA device it does what compiled code does, in half the time."""
-    if x.is_cuda and x.get_device() == torch._C._cuda_getDevice():
+    """Allocates on the device of `x`. For the current CUDA device it does what compiled code does, in half the time.
+
+    A mode of torch functions sees torch's own allocation.
+    """
+    if x.is_cuda and x.get_device() == torch._C._cuda_getDevice() and not has_torch_function_unary(x):
         return empty_cuda
     return partial(_empty_on, x.device)
 
 
 empty_cuda: Allocate = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 """Allocates on the current CUDA device."""
+
+
+def is_aligned(x: Tensor, to: int) -> bool:
+    """Whether the address of `x` is a multiple of `to`, at most 16. Signatures of bound calls hold these alignments."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(is_aligned, (x,), x, to)  # type: ignore[no-any-return]
+    return x.data_ptr() % to == 0
 
 
 def _empty_on(device: torch.device, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:

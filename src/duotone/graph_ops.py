@@ -12,6 +12,8 @@ STATEFUL = (torch.Tag.nondeterministic_seeded, *filter(None, [getattr(torch.Tag,
 """Tags of ops that read or change state outside of the graph. No pass merges them, and no CUDA graph replays them."""
 
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
+KERNELS: dict[str, Callable[..., object]] = {}
+"""What ops without tags run, by "duotone::" and their name."""
 
 
 def define_op(
@@ -33,6 +35,7 @@ def define_op(
         return
     for device in devices:
         _LIBRARY.impl(name, kernel, device)
+    KERNELS.update({} if tags else {f"duotone::{name}": kernel})
     torch.library.register_fake(f"duotone::{name}", shapes, lib=_LIBRARY)
     if tags == STATEFUL:
         for key in ("Batched", "FuncTorchBatched"):  # of gradients, of torch.func

@@ -1,4 +1,4 @@
-"""A transformer block as others write them: their own RMSNorm, attention of four linears, a gated MLP."""
+"""A transformer block with the names of Llama's: an RMSNorm of its own, attention of four linears, a gated MLP."""
 
 import torch
 import torch.nn.functional as F
@@ -30,15 +30,15 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
 
     def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> tuple[Tensor, None]:
         shape = (*hidden_states.shape[:-1], self.heads, -1)
-        q = self.q(hidden_states).view(shape).transpose(1, 2)
-        k = self.k(hidden_states).view(shape).transpose(1, 2)
-        v = self.v(hidden_states).view(shape).transpose(1, 2)
+        q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        k = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return self.o(y.transpose(1, 2).reshape(hidden_states.shape)), None
+        return self.o_proj(y.transpose(1, 2).reshape(hidden_states.shape)), None
 
 
 class GatedMLP(nn.Module):
@@ -55,16 +55,16 @@ class GatedMLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, width: int = 64, inner: int = 96, norm: type[nn.Module] = RootMeanSquare) -> None:
         super().__init__()
-        self.attention = Attention(width, 2)
+        self.self_attn = Attention(width, 2)
         self.mlp = GatedMLP(width, inner)
-        self.before, self.between = norm(width), norm(width)
+        self.input_layernorm, self.post_attention_layernorm = norm(width), norm(width)
 
     def forward(self, x: Tensor) -> Tensor:
         residual = x
-        x = self.before(x)
-        x, _ = self.attention(hidden_states=x)
+        x = self.input_layernorm(x)
+        x, _ = self.self_attn(hidden_states=x)
         x = residual + x
-        return x + self.mlp(self.between(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 def model(layers: int = 2, **options: object) -> nn.Sequential:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,6 +55,26 @@ def test_revert_restores_classes_and_leaves_nothing_behind() -> None:
     assert [type(module) for module in m.modules()] == kinds
     assert [set(vars(module)) for module in m.modules()] == attributes
     assert [set(module._buffers) for module in m.modules()] == buffers
+
+
+class HuggingFaceAttention(nn.Module):
+    """What conversion reads of an attention module of transformers."""
+
+    num_key_value_groups = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_causal = True
+        self.config = SimpleNamespace(_attn_implementation="duotone", num_attention_heads=2, hidden_size=32)
+        self.q_proj = nn.Linear(32, 32)
+
+
+def test_revert_takes_the_attention_away_that_convert_added() -> None:
+    m = nn.Sequential(HuggingFaceAttention())
+    names = [name for name, _ in m.named_modules()]
+    duotone.convert(m, "nvfp4-linear-fp8-dpa")
+    assert [name for name, _ in m.named_modules()] != names
+    assert [name for name, _ in duotone.revert(m).named_modules()] == names
 
 
 def test_plan_shows_each_gemm_and_why_the_rest_stays() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,22 +106,33 @@ class WritesInput(MLP):
         return y
 
 
-FACTOR = 1.0
-
-
-class OfGlobal(MLP):
+class Cast(MLP):
     def forward(self, x: Tensor) -> Tensor:
-        return FACTOR * self.down(self.act(self.gate(x)) * self.up(x))
+        return self.down(self.act(self.gate(x)) * self.up(x)).float()
 
 
-class OfSettings(MLP):
+class Recorded(MLP):
     def __init__(self) -> None:
         super().__init__()
-        self.settings = SimpleNamespace(scale=1.0)
+        self.log, self.statistics, self.count = [], {"largest": []}, torch.zeros(())
 
+
+class InList(Recorded):
     def forward(self, x: Tensor) -> Tensor:
-        settings = self.settings
-        return self.down(self.act(self.gate(x)) * self.up(x)) * settings.scale
+        self.log.append(x.abs().max().item())
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class InDict(Recorded):
+    def forward(self, x: Tensor) -> Tensor:
+        self.statistics["largest"].append(x.abs().max().item())
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class InTensor(Recorded):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return self.down(self.act(self.gate(x)) * self.up(x))
 
 
 class CountedSiLU(nn.Module):
@@ -139,44 +149,16 @@ class WithCount(MLP):
         self.act = CountedSiLU()
 
 
+class WithNested(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Sequential(CountedSiLU())
+
+
 class WithChildren(MLP):
     def __init__(self) -> None:
         super().__init__()
         self.act = nn.Sequential(nn.SiLU(), nn.Dropout(0.0))
-
-
-class ByShape(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.down(self.act(self.gate(x)) * self.up(x))
-        return 3 * y if x.shape[0] == 5 else y
-
-
-class ByMode(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.down(self.act(self.gate(x)) * self.up(x))
-        if torch.is_grad_enabled():
-            return y
-        return 3 * y
-
-
-class BySize(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.down(self.act(self.gate(x)) * self.up(x))
-        return 3 * y if self.up.out_features == 64 else y
-
-
-def helper(x: Tensor) -> Tensor:
-    return FACTOR * x
-
-
-class WithHelper(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        return helper(self.down(self.act(self.gate(x)) * self.up(x)))
-
-
-class WithGlobals(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        return globals()["FACTOR"] * self.down(self.act(self.gate(x)) * self.up(x))
 
 
 class CalledSiLU(nn.Module):
@@ -232,23 +214,19 @@ EFFECTS = {
     Detached: "its values or gradients are not those",
     Clamped: "its values or gradients are not those",
     OtherGradient: "its values or gradients are not those",
-    WritesInput: "its values or gradients are not those",
-    Stored: "its forward has `self.hidden`",
-    Region: "its forward has `with duotone.autocast(enabled=False):`",
-    Decorated: "its forward is decorated by duotone.autocast(enabled=False)",
-    Hooked: "its ",
-    Wrapped: "its forward is wrapped in another function",
-    InMethod: "its counted has `self.calls`",
-    OfSettings: "its forward reads self.settings, which can change in place",
-    OfGlobal: "its forward reads FACTOR from outside",
-    WithCount: "act: its forward has `self.calls`",
-    WithChildren: "act: its forward uses self as a whole",
-    ByShape: "its forward decides by x.shape in `x.shape[0] == 5`",
-    ByMode: "its forward decides by torch.is_grad_enabled in `torch.is_grad_enabled()`",
-    BySize: "its forward decides by self.up.out_features in `self.up.out_features == 64`",
-    WithHelper: "its forward reads helper from outside",
-    WithGlobals: "its forward reads globals from outside",
-    WithCall: "act: it has a __call__ of its own",
+    Cast: "its values or gradients are not those",
+    InList: "a call changes InList.log",
+    InDict: "a call changes InDict.statistics",
+    InTensor: "a call changes InTensor.count",
+    Stored: "a call changes Stored.hidden",
+    Region: "its forward has a region, torch.autocast or a mode of gradients around a linear",
+    Decorated: "its forward has a region, torch.autocast or a mode of gradients around a linear",
+    Hooked: "its values or gradients are not those",
+    Wrapped: "a call changes Wrapped.calls",
+    InMethod: "a call changes InMethod.calls",
+    WithCount: "a call changes CountedSiLU.calls",
+    WithNested: "a call changes CountedSiLU.calls",
+    WithCall: "CalledSiLU has a __call__ of its own",
 }
 
 
@@ -259,8 +237,18 @@ def test_a_forward_that_does_more_than_its_values_show_is_left_alone(kind: type[
     fused = duotone.fuse(copy.deepcopy(plain))
     reason = next(row.reason for row in duotone.plan(fused).filter(reason="not fused"))
     assert reason.startswith(f"not fused: {EFFECTS[kind]}")
+    if isinstance(fused, Recorded):  # of the comparison there is no trace
+        assert not fused.log and not fused.statistics["largest"] and not fused.count
     compare(plain, fused, 1e3 * hidden_states() if kind is Clamped else hidden_states())
-    assert vars(plain).keys() == {name for name in vars(fused) if not name.startswith("_left")}
+    assert vars(plain).keys() == {name for name in vars(fused) if name != "_unfused"}
+
+
+def test_a_forward_that_writes_to_its_input_is_left_alone() -> None:
+    torch.manual_seed(0)
+    plain = duotone.convert(nn.Sequential(WritesInput()), "mxfp8")
+    with pytest.warns(UserWarning, match="fuse found no norm that linears read and no MLP"):
+        fused = duotone.fuse(copy.deepcopy(plain))
+    compare(plain, fused, hidden_states())
 
 
 def test_the_same_parts_without_effects_are_fused() -> None:
@@ -284,6 +272,16 @@ class Dropped(MLP):
     def forward(self, x: Tensor) -> Tensor:
         hidden = nn.functional.dropout(self.act(self.gate(x)) * self.up(x), self.rate, self.training)
         return self.down(hidden)
+
+
+class Late(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.act(self.gate(x)) * self.up(x)) * getattr(self, "factor", 1.0)
+        return self.adapter(y) if hasattr(self, "adapter") else y
+
+
+class Patched(MLP):
+    pass
 
 
 class Flagged(MLP):
@@ -324,6 +322,11 @@ class WithPartial(MLP):
         self.act = TanhGELU()
 
 
+def patch(m: nn.Module) -> None:
+    Patched.forward = Scaled.forward
+    m.scale = 0.5
+
+
 def exact_gelu(m: nn.Module) -> None:
     m.act.act = functools.partial(nn.functional.gelu, approximate="none")
 
@@ -343,10 +346,10 @@ class Gained(nn.Module):
 class WithGain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.proj = Gained(), nn.Linear(64, 64)
+        self.mlp_norm, self.mlp = Gained(), nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(self.norm(x))
+        return self.mlp(self.mlp_norm(x))
 
 
 def swish_chain() -> nn.Sequential:
@@ -366,9 +369,12 @@ CHANGES = {
     "forward": (MLP, lambda m: setattr(m.act, "forward", torch.relu), "act.forward has changed since it was fused"),
     "attribute of an activation": (WithSwish, lambda m: setattr(m.act, "beta", 3.0), "act.beta has changed since"),
     "partial": (WithPartial, exact_gelu, "act.act has changed since it was fused"),
+    "attribute that comes": (Late, lambda m: setattr(m, "factor", 0.5), "factor has changed since it was fused"),
+    "child that comes": (Late, lambda m: setattr(m, "adapter", nn.Linear(64, 64)), "adapter has changed since"),
+    "forward of the class": (Patched, patch, "forward has changed since"),
     "attribute of a norm": (
         WithGain,
-        lambda m: setattr(m.norm, "gain", 3.0),
+        lambda m: setattr(m.mlp_norm, "gain", 3.0),
         "its gain has changed since",
     ),
     "attribute in a chain": (
@@ -396,6 +402,20 @@ def test_what_changes_after_fuse_counts(case: str) -> None:
     assert any(each.startswith(f"not fused: {reason}") or "is not converted" in each for each in reasons)
 
 
+@pytest.mark.parametrize("case", ["attribute that comes", "child that comes", "scale"])
+def test_what_changes_after_fuse_counts_in_compiled_code_too(case: str) -> None:
+    kind, change, _ = CHANGES[case]
+    torch.manual_seed(0)
+    plain = duotone.convert(kind(), "mxfp8")
+    fused = duotone.fuse(copy.deepcopy(plain))
+    compiled = torch.compile(fused, backend="aot_eager")
+    assert torch.equal(compiled(hidden_states()), plain(hidden_states()))
+    for m in (plain, fused):
+        torch.manual_seed(2)
+        change(m)
+    assert torch.equal(compiled(hidden_states()), plain(hidden_states()))
+
+
 def test_activations_in_a_chain_that_do_more_run_by_themselves() -> None:
     plain = duotone.convert(nn.Sequential(nn.Linear(64, 128), CountedSiLU(), nn.Linear(128, 64)), "mxfp8")
     fused = duotone.fuse(copy.deepcopy(plain))
@@ -405,7 +425,7 @@ def test_activations_in_a_chain_that_do_more_run_by_themselves() -> None:
 
 def test_a_fused_copy_stays_fused() -> None:
     """`functools.partial` has no equality, and a copy has another object."""
-    for kind in (WithPartial, WithSwish, WithGain, WithMethod, Casts):
+    for kind in (WithPartial, WithSwish, WithGain, WithMethod, WithChildren, Casts):
         m = copy.deepcopy(duotone.fuse(duotone.convert(kind(), "mxfp8")))
         assert any(row.reason.startswith("fused") for row in duotone.plan(m))
 
@@ -452,6 +472,9 @@ class Readers(nn.Module):
         return self.q(hidden), self.k(hidden)
 
 
+READERS = [{"norm": ["q", "k"]}]
+
+
 class InRegion(Readers):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.norm(x)
@@ -482,9 +505,38 @@ def test_linears_that_run_as_one_follow_what_is_around_each(kind: type[Readers])
     """mxfp8 gives them the same bits, one by one or as one."""
     torch.manual_seed(0)
     plain = duotone.convert(kind(), "mxfp8")
-    fused = duotone.fuse(copy.deepcopy(plain))
+    fused = duotone.fuse(copy.deepcopy(plain), blocks=READERS)
     for one, other in zip(plain(hidden_states()), fused(hidden_states()), strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+class Changed(Readers):
+    """Something about k changes between the calls of q and k."""
+
+    change = "nothing"
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.norm(x)
+        q, other = self.q(hidden), torch.ones(64, 64)
+        if self.change == "functional":
+            return q, torch.func.functional_call(self.k, {"weight": other}, (hidden,))
+        if self.change == "data":
+            self.k.weight.data = other
+        elif self.change == "parameter":
+            self.k.weight = nn.Parameter(other)
+        elif self.change == "swap":
+            self.q.weight.data, self.k.weight.data = self.k.weight.data, self.q.weight.data
+        return q, self.k(hidden)
+
+
+@pytest.mark.parametrize("change", ["nothing", "functional", "data", "parameter", "swap"])
+def test_a_linear_that_runs_with_another_has_the_weight_of_its_own_call(change: str) -> None:
+    torch.manual_seed(0)
+    plain = duotone.convert(Changed(), "mxfp8")
+    fused = duotone.fuse(copy.deepcopy(plain), blocks=READERS)
+    plain.change = fused.change = change
+    for one, other in zip(plain(hidden_states()), fused(hidden_states()), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("change", ["recipe", "evaluation"])
@@ -492,7 +544,7 @@ def test_a_linear_that_changes_after_a_forward_leaves_the_others(change: str) ->
     torch.manual_seed(0)
     recipe = duotone.recipes.from_dict({"name": "trained", "base": "mxfp8", "evaluation": "bf16"})
     plain, x = duotone.convert(Readers(), recipe), hidden_states()
-    fused = duotone.fuse(copy.deepcopy(plain))
+    fused = duotone.fuse(copy.deepcopy(plain), blocks=READERS)
     for m in (plain, fused):
         m(x)[0].sum().backward()
         if change == "recipe":
@@ -508,7 +560,7 @@ def test_a_linear_that_changes_after_a_forward_leaves_the_others(change: str) ->
 def test_a_recompute_of_readers_has_the_bits_of_their_forward(reentrant: bool, recipe: str) -> None:
     """A reentrant checkpoint reads the norm without gradients first, and again as a plain tensor."""
     torch.manual_seed(0)
-    m, seen = duotone.fuse(duotone.convert(Readers(), recipe)), []
+    m, seen = duotone.fuse(duotone.convert(Readers(), recipe), blocks=READERS), []
 
     def readers(hidden: Tensor) -> Tensor:
         y = m.q(hidden) + m.k(hidden)

@@ -119,7 +119,7 @@ PATTERNS = {
     },
     "t5": {
         "encoder.block.0.layer.1.DenseReluDense": "wi_0 + wi_1, geglu and wo",
-        "decoder.block.0.layer.1.layer_norm": "EncDecAttention.k and EncDecAttention.v and EncDecAttention.q",
+        "decoder.block.0.layer.1.layer_norm": "EncDecAttention.q",
     },
     "clip": {"encoder.layers.0.layer_norm2": "mlp", "encoder.layers.0.mlp": "fc1, qgelu and fc2"},
     "mixtral": {"model.layers.0.input_layernorm": "self_attn.q_proj + k_proj + v_proj"},

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import duotone
 from duotone import recipes
-from duotone.conversion.left_alone import bypassed_children
+from duotone.conversion.skipped import bypassed_children
 from duotone.errors import RecipeError
 from later import Later
 

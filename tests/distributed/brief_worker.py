@@ -9,6 +9,8 @@ import torch.distributed as dist
 from checks import check, same
 from fsdp_models import model, split, steps
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import duotone
 from duotone import recipes
@@ -27,6 +29,43 @@ def fsdp2_trains_as_one_process(folder: Path) -> None:
             split(sharded, checks.mesh())
             for result, want in zip(steps(sharded, rate=0.02), steps(single, rate=0.02), strict=True):
                 same(result, want, f"{name} {is_quantized}")
+
+
+class Gathered(TorchDispatchMode):
+    """The bytes that this rank gives to gathers."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.c10d._allgather_base_.default:
+            self.bytes += args[1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+@check
+def fsdp2_gathers_planes_of_plain_weights(folder: Path) -> None:
+    """One byte an element and its scales, where bf16 has two, in forward and in backward."""
+    m = duotone.gather_quantized(model(recipes.load("mxfp8"), is_quantized=False))
+    of_bf16 = 2 * sum(p.nbytes for p in m.parameters()) / dist.get_world_size()
+    split(m, checks.mesh())
+    with Gathered() as gathered:
+        m(torch.randn(32, 128).bfloat16()).sum().backward()
+    assert 0.4 * of_bf16 < gathered.bytes < 0.6 * of_bf16, (gathered.bytes, of_bf16)
+
+
+@check
+def the_bias_of_a_linear_of_dtensors_is_added_once(folder: Path) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    whole = duotone.convert(nn.Sequential(nn.Linear(128, 96)), "mxfp8", rules=())
+    with torch.no_grad():
+        whole[0].bias.fill_(3)
+    x = torch.randn(64, 128)
+    want = whole(x)
+    ways = (RowwiseParallel(), x.chunk(world, 1)[rank], want), (ColwiseParallel(), x, want.chunk(world, 1)[rank])
+    for style, piece, expected in ways:
+        cut = parallelize_module(copy.deepcopy(whole), checks.mesh(), {"0": style})
+        y = cut(piece)
+        assert (y - expected).norm() < 0.01 * expected.norm(), (y - expected).norm() / expected.norm()  # two parts
 
 
 @check

@@ -51,5 +51,5 @@ def test_unrotate_cuts_padding_only() -> None:
 def test_it_is_registered_and_describes_itself_as_json() -> None:
     assert get("identity") is IDENTITY
     assert json.loads(json.dumps(IDENTITY.describe()))["name"] == "identity"
-    assert not IDENTITY.is_stochastic and IDENTITY.transform == "" and not IDENTITY.spans_rows
+    assert not IDENTITY.is_stochastic and IDENTITY.transform == "" and not IDENTITY.spans(0)
     assert IDENTITY.parts(3, 5)["codes"].shape == (3, 5)

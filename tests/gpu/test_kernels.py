@@ -32,9 +32,6 @@ class Twice(ShardContext):
     def max(self, amax: Tensor) -> Tensor:
         return 2 * amax
 
-    def transposed(self) -> "Twice":
-        return Twice(self.group, 1 - self.dim)
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shard", [None, Twice("", 0), Twice("", 1)], ids=["whole", "rows", "columns"])

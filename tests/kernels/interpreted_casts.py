@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-from interpreting import Check, Twice, awkward
+from interpreting import Check, awkward, encoded, twice
 from torch import Tensor
 
 from duotone import formats
@@ -12,7 +12,6 @@ from duotone.dispatch.casts import _new_cast
 from duotone.formats import Format
 from duotone.kernels import rows
 from duotone.kernels.cast import Cast
-from duotone.tensor.shards import AnsweredShard, ask
 
 PAIRS = [
     *((name, name) for name in ("fp8_e4m3_tensor", "fp8_e5m2_row", "fp8_e4m3_tensor_pow2")),
@@ -30,14 +29,13 @@ HOW = [(torch.bfloat16, True, None), (torch.float32, False, 1), (torch.float16, 
 
 def twins(row: Format, col: Format, x: Tensor, propagate: bool, dim: int | None) -> Iterator[dict[str, Tensor]]:
     """The parts of both planes by the plain stages; `dim` is the sharded one."""
-    along, across = (None, None) if dim is None else (Twice(dim), Twice(1 - dim))
-    yield row.encode(x, shard=along, propagate=propagate)
+    yield encoded(row, x, dim, propagate=propagate)
     if col.is_derivable:
-        parts = col.derive(col.encode(x, shard=along, propagate=propagate), x.shape[1])
+        parts = col.derive(encoded(col, x, dim, propagate=propagate), x.shape[1])
         assert parts is not None
         yield parts
     else:
-        yield col.encode(x.t(), plane="col", shard=across, propagate=propagate)
+        yield encoded(col, x.t(), None if dim is None else 1 - dim, propagate=propagate, plane="col")
 
 
 def casts(everything: bool) -> Check:
@@ -54,9 +52,7 @@ def casts(everything: bool) -> Check:
             matrix = part.to(dtype).contiguous()
             cast = _new_cast(row, col, dtype, propagate)
             assert isinstance(cast, Cast)
-            planes = cast(matrix, shard=None if dim is None else Twice(dim))
-            if dim == 0 and (amax := ask(lambda shard, of=(cast, matrix): of[0](of[1], shard=shard))) is not None:
-                planes = cast(matrix, shard=AnsweredShard("", 0, [2 * amax]))  # which agreed before
+            planes = cast(matrix) if dim is None else cast(matrix, amaxes=twice(*cast.measure(matrix, dim)))
             for side, result, want in zip(("row", "col"), planes, twins(row, col, matrix, propagate, dim), strict=True):
                 assert result is not None and list(result) == list(want)
                 label = f"{pair} {side} {name} {dtype} {propagate=} {dim=}"

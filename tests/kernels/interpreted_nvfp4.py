@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from interpreting import Check, Twice, awkward, convert
+from interpreting import Check, awkward, convert, encoded, twice
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -103,9 +103,10 @@ def shards() -> Check:
     x = torch.randn(32, 48).bfloat16()
     for at, name in enumerate(name for name in NAMES if name not in SAME_BUT_448):
         fmt, dim, seed = formats.get(name), at % 2, {"seed": SEED}
-        result = casts._two_level_cast(fmt, fmt, fmt.is_derivable)(x, shard=Twice(dim), seed=torch.tensor([SEED]))
-        row = fmt.encode(x, shard=Twice(dim), **seed)
-        col = fmt.derive(row, 48) if fmt.is_derivable else fmt.encode(x.t(), plane="col", shard=Twice(1 - dim), **seed)
+        cast = casts._two_level_cast(fmt, fmt, fmt.is_derivable)
+        result = cast(x, amaxes=twice(*cast.measure(x, dim)), seed=torch.tensor([SEED]))
+        row = encoded(fmt, x, dim, **seed)
+        col = fmt.derive(row, 48) if fmt.is_derivable else encoded(fmt, x.t(), 1 - dim, plane="col", **seed)
         for side, output, want in zip(("row", "col"), result, (row, col), strict=True):
             yield from ((f"shard {name} {side} {part} {dim=}", output[part], want[part]) for part in want)
 

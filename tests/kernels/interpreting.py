@@ -15,7 +15,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -33,6 +33,7 @@ from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from duotone.dispatch import stages
+from duotone.formats import Format
 from duotone.formats.elements import E4M3, E5M2
 from duotone.kernels.launch import Launch
 
@@ -162,16 +163,15 @@ def bits(t: Tensor) -> Tensor:
     return t.contiguous()
 
 
-class Twice:
-    """A matrix that is one of two shards; the other has twice the amaxes."""
+def twice(amaxes: Sequence[Tensor | None], spans: Sequence[bool]) -> list[Tensor | None]:
+    """The amaxes of a matrix that is one of two shards; those that span the shards are twice as large in the other."""
+    return [2 * amax if is_shared and amax is not None else amax for amax, is_shared in zip(amaxes, spans, strict=True)]
 
-    agreed = None
 
-    def __init__(self, dim: int) -> None:
-        self.dim = dim
-
-    def max(self, amax: Tensor) -> Tensor:
-        return 2 * amax
+def encoded(fmt: Format, x: Tensor, dim: int | None, *, propagate: bool = False, **options: Any) -> dict[str, Tensor]:
+    """The parts of a matrix, or of one of two shards along `dim`, whose amaxes are twice as large in the other."""
+    amax = None if dim is None else fmt.shared_amax(x, dim, propagate=propagate)
+    return fmt.encode(x, amax=None if amax is None else 2 * amax, propagate=propagate, **options)
 
 
 def difference(result: Tensor, want: Tensor) -> str:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +64,11 @@ def test_a_lock_names_its_holder_and_dies_with_it(tmp_path):
         with outputs.locked(tmp_path):
             pass
     assert os.listdir(tmp_path) == []
+
+
+def test_half_of_a_character_is_a_damaged_file(tmp_path: Path) -> None:
+    """A command that prints it would end in a traceback."""
+    path = tmp_path / "result.json"
+    path.write_text('{"recipe": "\\ud800"}')
+    with pytest.raises(UserError, match=r"^[^\n]*is no JSON [^\n]*: run again$"):
+        outputs.read_json(path, "", "run again")

@@ -265,6 +265,23 @@ def test_a_recompute_that_no_checkpoint_runs_is_an_error(recipe) -> None:
         y.sum().backward()
 
 
+def test_forward_code_in_a_hook_follows_the_region_of_the_forward_that_has_a_backward() -> None:
+    """An evaluation in another region came between. Its backward does not exist, so nothing recomputes for it."""
+    m, (x,), again = duotone.Linear(32, 32, recipe="bf16").bfloat16(), inputs(1), []
+    with duotone.autocast(recipe="mxfp8"):
+        y = m(x)
+    with torch.no_grad(), duotone.autocast(recipe="fp8-current"):
+        other = m(x)
+
+    def run(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            again.append(m(x))
+
+    y.register_hook(run)
+    y.sum().backward()
+    assert torch.equal(again[0], y) and not torch.equal(y, other)
+
+
 def test_a_recompute_that_draws_more_is_an_error() -> None:
     m, (x,), calls = model(STOCHASTIC), inputs(1), []
 

@@ -309,6 +309,32 @@ def test_main_grad_accumulates_and_a_first_microbatch_overwrites(kind) -> None:
     assert equal([w.main_grad for w in matrices(m)], parts[2])
 
 
+@pytest.mark.parametrize("first", [None, True])
+@pytest.mark.parametrize("turns", ["d1 d0 f1", "d1 f1", "f1 d1", "f1 f0", "f1 d1 f0", "d1 f1 d0"])
+def test_options_that_change_between_calls_count_from_the_next_call(turns: str, first: bool | None) -> None:
+    """f is fuse_wgrad_accumulation, d is delay_wgrad_compute."""
+    names = {"f": "fuse_wgrad_accumulation", "d": "delay_wgrad_compute"}
+
+    def step(m: duotone.Linear) -> list[Tensor | None]:
+        m.weight.grad, m.weight.main_grad = None, torch.zeros(m.weight.shape)
+        m(torch.ones(16, 32), is_first_microbatch=first).sum().backward()
+        m.backward_dw()
+        return [m.weight.grad, m.weight.main_grad]
+
+    torch.manual_seed(0)
+    m = duotone.Linear(32, 32, recipe="mxfp8")
+    step(m)
+    for turn in turns.split():
+        setattr(m, names[turn[0]], turn[1] == "1")
+        fresh = duotone.Linear(32, 32, recipe="mxfp8")
+        fresh.load_state_dict(m.state_dict())
+        for name in names.values():
+            setattr(fresh, name, getattr(m, name))
+        for left, right in zip(step(m), step(fresh), strict=True):
+            assert (left is None) == (right is None)
+            assert left is None or torch.equal(left, right), turn
+
+
 @every_class
 def test_the_flag_is_set_and_autograd_gets_zeros_so_that_hooks_fire(kind) -> None:
     m, x, fired = make(kind, fuse_wgrad_accumulation=True), rows(), []

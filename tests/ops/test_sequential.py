@@ -573,3 +573,61 @@ def test_quantize_is_part_of_one_graph_with_the_bits_of_eager(recipe) -> None:
         for x in (rows(), rows()):
             assert equal(outcome(run, compiled.parameters(), x), outcome(eager, eager.parameters(), x))
     assert duotone.rng_state(compiled) == duotone.rng_state(eager)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_probability_and_a_scale_may_change_between_calls(compiled: bool) -> None:
+    m = ops.Sequential(ops.ConstantScale(2.0), ops.Dropout(0.1))
+    call, x = torch.compile(m, backend="aot_eager") if compiled else m, torch.ones(1000)
+    call(x)
+    m[0].scale, m[1].p = 8.0, 0.75
+    y = call(x)
+    assert 0.6 < (y == 0).float().mean() < 0.9 and set(y.unique().tolist()) == {0.0, 32.0}
+    with pytest.raises(UserError, match="dropout has probability 2"):
+        m[1].p = 2
+    assert m[1].p == 0.75
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [
+        (lambda: ops.RMSNorm(8), "eps", 1.0),
+        (lambda: ops.LayerNorm(8), "zero_centered_gamma", True),
+        (lambda: ops.SwiGLU(), "kind", "geglu"),
+        (lambda: ops.SiTUGLU(), "params", {}),
+        (lambda: ops.Reshape((2, 4)), "shape", (4, 2)),
+        (lambda: duotone.LayerNormLinear(8, 8), "return_layernorm_output", True),
+        (lambda: duotone.LayerNormMLP(8, 8), "return_layernorm_output", True),
+        (lambda: duotone.MultiheadAttention(8, 1), "return_layernorm_output", True),
+        (lambda: duotone.TransformerLayer(8, 8, 1), "layer_type", "decoder"),
+        (lambda: duotone.GroupedLinear(1, 8, 8), "use_bias", False),
+    ],
+)
+def test_what_is_fixed_at_construction_cannot_be_set(make, name: str, value: object) -> None:
+    """A value that no call follows would be wrong in silence."""
+    m = make()
+    before = getattr(m, name)
+    with pytest.raises(AttributeError, match=name):
+        setattr(m, name, value)
+    assert getattr(m, name) == before
+    with pytest.raises(TypeError):
+        ops.ClampedSwiGLU().params["limit"] = 1.0
+
+
+def test_where_a_bias_goes_and_the_order_of_dimensions_may_change_between_calls() -> None:
+    torch.manual_seed(0)
+    m, x = duotone.LayerNormMLP(16, 32), torch.randn(4, 16)
+    nn.init.normal_(m.fc2.bias)
+    y = m(x)
+    m.return_bias = True
+    without, bias = m(x)
+    assert torch.allclose(without + bias, y) and not torch.allclose(without, y)
+    m.return_bias = False
+    assert torch.equal(m(x), y)
+    heads = duotone.MultiheadAttention(16, 2, attention_dropout=0.0)
+    x = torch.randn(5, 3, 16)
+    y = heads(x)
+    heads.qkv_format = "bshd"
+    assert torch.allclose(heads(x.transpose(0, 1)), y.transpose(0, 1), atol=1e-6)
+    with pytest.raises(UserError, match="qkv_format"):
+        heads.qkv_format = "dhsb"

@@ -21,6 +21,14 @@ def by_rows(m: nn.Linear, values: Tensor) -> None:
     m.weight[:32], m.weight[32:] = values[:32], values[32:]
 
 
+def through_another_parameter(m: nn.Linear, values: Tensor) -> None:
+    """As an average does that swaps its memory in."""
+    other = nn.Parameter(m.weight.detach().clone())
+    m.weight.data, other.data = other.data, m.weight.data
+    other.copy_(values)
+    m.weight.data, other.data = other.data, m.weight.data
+
+
 WRITERS = {
     "load_state_dict": lambda m, values: m.load_state_dict({**m.state_dict(), "weight": values}),
     "copy_": lambda m, values: m.weight.copy_(values),
@@ -33,6 +41,7 @@ WRITERS = {
     "rows": by_rows,
     "transpose": lambda m, values: m.weight.t().copy_(values.t()),
     "inference mode": in_inference_mode,
+    "another parameter": through_another_parameter,
 }
 pytestmark = pytest.mark.filterwarnings("ignore:stochastic rounding draws from seeds that no checkpoint restored")
 every_writer = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS.keys())
@@ -94,6 +103,21 @@ def test_new_weights_become_the_masters_whoever_writes_them(recipe, as_values, w
     half_a_code = written.abs().max() / 6  # the widest, of E2M1
     assert kept.double().mean() < 0.2 and (master[kept] - written[kept]).abs().max() <= half_a_code
     assert torch.allclose(m.weight.dequantize(torch.float32), written, rtol=2**-7, atol=1e-6)
+
+
+def test_a_write_that_leaves_no_version_counts_if_it_is_told() -> None:
+    """A plain parameter gets memory back that it had, with new values: `increment_version` tells the next step."""
+    for is_told in (False, True):
+        m = linear(None)
+        optimizer = optimizer_of(m)
+        step(m, optimizer)
+        before, written = m.weight.detach().clone(), torch.full_like(m.weight, 3.0).detach()
+        with torch.no_grad():
+            through_another_parameter(m, written)
+        if is_told:
+            torch.autograd.graph.increment_version(m.weight)
+        step_of_none(m, optimizer)
+        assert torch.equal(m.weight, written if is_told else before)
 
 
 def step_of_none(m: nn.Linear, optimizer: torch.optim.Optimizer) -> None:

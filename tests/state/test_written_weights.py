@@ -1,8 +1,12 @@
 """Weights that other code writes under delayed scaling: a scale that fits them, in every way of writing."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import duotone
 from duotone import Quantizer, formats
@@ -91,6 +95,156 @@ def test_a_weight_that_fits_keeps_the_scale_of_its_history_in_an_evaluation() ->
         x_scale = m.duotone_forward.scale[0]
         x = ((X * x_scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / x_scale).double()
         assert torch.allclose(m.eval()(X).double(), x @ w.T, rtol=1e-5, atol=1e-6)
+
+
+def assigned(m: nn.Linear) -> nn.Linear:
+    other = trained(stored=True)
+    other.load_state_dict({name: value.clone() for name, value in m.state_dict().items()}, assign=True)
+    return other
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy of a copy": lambda m: copy.deepcopy(copy.deepcopy(m)),
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "AveragedModel": lambda m: AveragedModel(m).module,
+    "load_state_dict(assign=True)": assigned,
+}
+every_copy = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
+
+
+def optimizer_of(m: nn.Linear, master_dtype: torch.dtype | None) -> duotone.optim.AdamW:
+    return duotone.optim.AdamW(
+        m.parameters(), lr=1e-5, weight_decay=0.0, master_weights=True, master_dtype=master_dtype
+    )
+
+
+def step(m: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+    m.train()(X).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@every_copy
+@pytest.mark.parametrize("master_dtype", [torch.float32, None], ids=["masters", "no masters"])
+@pytest.mark.parametrize("factor", [2.0, 16.0, 100.0])
+def test_a_step_does_not_clip_a_copy_that_was_written_before_its_first_forward(copied, factor, master_dtype) -> None:
+    """The history is of earlier values. Clipped to it, the weights are 36 to 98 % off, and for good without masters."""
+    m = copied(trained(stored=True))
+    with torch.no_grad():
+        m.weight.mul_(factor)
+    written = m.weight.dequantize().detach().clone()
+    optimizer = optimizer_of(m, master_dtype)
+    for _ in range(3):
+        step(m, optimizer)
+        assert error(m.weight.dequantize(), written) < 0.005
+    amax = written.abs().max()
+    assert torch.allclose(m.duotone_forward.scale[2], 448 / amax, rtol=2**-7)
+
+
+def test_a_weight_that_follows_another_state_is_not_clipped_by_its_old_scale() -> None:
+    """The scale of the second module is of the weight before it grew under the slots of the first."""
+    m, other = trained(stored=True), trained(stored=True)
+    first = m.weight
+    other.weight = first
+    with torch.no_grad():
+        first.mul_(16.0)
+    other.train(False)(X)
+    written = first.dequantize().detach().clone()
+    step(other.train(), optimizer_of(other, None))
+    assert error(first.dequantize(), written) < 0.005
+
+
+def times_8(weight: Tensor) -> Tensor:
+    """A quantized tensor of the same formats, whose scale no slot knows."""
+    other = weight.detach().clone()
+    return other.mul_(8.0)
+
+
+def by_swap(m: nn.Linear) -> None:
+    """As an average does that swaps its memory in."""
+    other = nn.Parameter(m.weight.detach().clone())
+    m.weight.data, other.data = other.data, m.weight.data
+    other.mul_(8.0)
+    m.weight.data, other.data = other.data, m.weight.data
+
+
+def by_flat(m: nn.Linear) -> None:
+    flat = m.weight.detach().clone()
+    m.weight.data = flat
+    flat.mul_(8.0)
+
+
+ADOPTING = {
+    "copy_": lambda m: m.weight.copy_(times_8(m.weight)),
+    "data.copy_": lambda m: m.weight.data.copy_(times_8(m.weight)),
+    "foreach": lambda m: torch._foreach_copy_([m.weight], [times_8(m.weight)]),
+    "data =": lambda m: setattr(m.weight, "data", times_8(m.weight)),
+    "swap": by_swap,
+    "flat": by_flat,
+    "load_state_dict": lambda m: m.load_state_dict({**m.state_dict(), "weight": times_8(m.weight)}),
+}
+every_adoption = pytest.mark.parametrize("write", ADOPTING.values(), ids=ADOPTING.keys())
+
+
+@every_adoption
+@pytest.mark.parametrize("master_dtype", [torch.float32, None], ids=["masters", "no masters"])
+@pytest.mark.parametrize("start", ["new optimizer", "after a step", "resumed"])
+def test_a_step_does_not_clip_codes_that_came_with_another_scale(start, master_dtype, write) -> None:
+    """Clipped to the history of earlier values, the weights are 82 % off, and for good without masters."""
+    m = trained(stored=True)
+    optimizer = optimizer_of(m, master_dtype)
+    if start != "new optimizer":
+        step(m, optimizer)
+    with torch.no_grad():
+        write(m)
+    written = m.weight.dequantize().detach().clone()
+    if start == "resumed":
+        saved = optimizer.state_dict()
+        if master_dtype is not None:
+            saved["state"][0]["master"] = written.clone()
+        optimizer.load_state_dict(saved)
+    for _ in range(3):
+        step(m, optimizer)
+        assert error(m.weight.dequantize(), written) < 0.005
+
+
+@pytest.mark.parametrize("write", [ADOPTING["copy_"], ADOPTING["data ="]], ids=["copy_", "data ="])
+def test_codes_that_came_with_another_scale_start_the_history_anew(write) -> None:
+    """At once, and not at the next step of an optimizer."""
+    m = trained(stored=True)
+    with torch.no_grad():
+        write(m)
+    amax = m.weight.dequantize().abs().max()
+    assert torch.allclose(m.duotone_forward.scale[2], 448 / amax, rtol=2**-7)
+    assert not m.duotone_forward.amax_history[:, 2].any()
+
+
+@pytest.mark.parametrize("master_dtype", [torch.float32, None], ids=["masters", "no masters"])
+def test_codes_that_fit_leave_the_scale_and_the_history(master_dtype) -> None:
+    """Bit for bit, as if nobody had asked: the same values are written, half of them, and the first step looks too."""
+    m = trained(stored=True)
+    before = {name: value.clone() for name, value in duotone.recipe_state(m).items()}
+    with torch.no_grad():
+        m.weight.copy_(m.weight.detach().clone())
+        m.weight.data = m.weight.detach().clone()
+        m.weight.copy_(m.weight.detach().clone().mul_(0.5))
+    assert all(torch.equal(value, before[name]) for name, value in duotone.recipe_state(m).items())
+    m.weight.grad = torch.zeros(64, 64)
+    optimizer_of(m, master_dtype).step()
+    assert torch.equal(m.duotone_forward.scale, before["duotone_forward.scale"])
+
+
+@every_copy
+def test_a_copy_that_nobody_wrote_keeps_the_scales_of_its_original(copied) -> None:
+    """Bit for bit, also what an optimizer has recorded and no backward has rolled yet."""
+    m = trained(stored=True)
+    step(m, optimizer_of(m, torch.float32))
+    other = copied(m)
+    before = duotone.recipe_state(m)
+    with torch.no_grad():
+        other.eval()(X)
+    assert all(torch.equal(value, before[name]) for name, value in duotone.recipe_state(other).items())
 
 
 def test_after_a_write_the_history_is_of_the_new_values() -> None:

@@ -1,7 +1,5 @@
 """quantize: values, shapes and dtypes of every kind of quantizer, and input of every kind."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from tensor_cases import (
@@ -26,10 +24,11 @@ from tensor_cases import (
 from torch._subclasses import FakeTensorMode
 
 from duotone import formats
+from duotone.comm import ShardContext
 from duotone.compat import QuantizerHandle
 from duotone.compat.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer
 from duotone.errors import UserError
-from duotone.tensor import LOCAL, QuantizeContext, QuantizedTensor, Usage
+from duotone.tensor import LOCAL, QuantizeContext, QuantizedTensor, Quantizer, Usage
 
 SHAPE = (48, 80)
 HIDDEN = QuantizeContext(propagate=False)
@@ -370,28 +369,39 @@ def test_every_registered_format_round_trips(name) -> None:
     assert same_bits(t.dequantize(torch.float32), values_of(fmt, fmt.encode(x), x.float()))
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(ShardContext):
     """One of two shards; the other one's amaxes are all 10."""
-
-    dim: int
 
     def max(self, amax: torch.Tensor) -> torch.Tensor:
         return amax.clamp(min=10.0)
-
-    def transposed(self) -> "Pair":
-        return Pair(1 - self.dim)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_scales_that_span_the_sharded_dimension_agree(dim) -> None:
     """core 22: one scale per row of x, and per row of its transpose: shards agree on just one of the two."""
     x = torch.rand(16, 32)
-    t = pair("fp8_e4m3_row").quantize(x, ctx=QuantizeContext(shard=Pair(dim)))
+    t = pair("fp8_e4m3_row").quantize(x, ctx=QuantizeContext(shard=Pair("", dim)))
     local = x.amax(1 - dim) / 448
     planes = t.planes if dim == 0 else t.planes[::-1]
     assert torch.allclose(planes[0].parts["scale"].flatten(), local)
     assert torch.allclose(planes[1].parts["scale"].flatten(), torch.full((x.shape[1 - dim],), 10 / 448))
+
+
+@pytest.mark.parametrize("col", ["fp8_e4m3_128x128", "mxfp8_e4m3_32x32", "fp8_e5m2_tensor", "nvfp4"])
+@pytest.mark.parametrize("row", ["fp8_e4m3_tensor", "fp8_e4m3_row", "nvfp4", "mxfp8_e4m3"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_plane_gets_no_amax_of_the_other_one(row: str, col: str, dim: int) -> None:
+    """A shard whose amaxes are those of all shards has the planes of a whole tensor."""
+    x = torch.rand(128, 256)
+
+    class Largest(ShardContext):
+        def max(self, amax: torch.Tensor) -> torch.Tensor:
+            return amax
+
+    quantizer = Quantizer(formats.get(row), formats.get(col))
+    shard, whole = quantizer.quantize(x, ctx=QuantizeContext(shard=Largest("", dim))), quantizer.quantize(x)
+    for one, other in zip(shard.planes.buffers, whole.planes.buffers, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_inference_and_no_grad() -> None:

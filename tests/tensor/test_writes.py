@@ -27,7 +27,6 @@ from duotone.compat.quantizers import Float8CurrentScalingQuantizer, Float8Quant
 from duotone.errors import MissingPlaneError, UserError
 from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer, in_place
 from duotone.tensor.plane_tensor import plain
-from duotone.tensor.shards import ask, spans
 from duotone.tensor.traced_writes import encode_traced
 
 MX, FP8, HYBRID = QUANTIZERS["mxfp8"], QUANTIZERS["fp8"], QUANTIZERS["nvfp4|mxfp8"]
@@ -99,6 +98,47 @@ def test_an_op_with_several_outputs_writes_each_by_name() -> None:
     want = [MX.quantize(a.dequantize() * 2), FP8.quantize(b.dequantize() * 2)]
     torch._foreach_mul_([a, b], 2.0)
     assert same(a, want[0]) and same(b, want[1])
+
+
+LISTS = {
+    "twice": lambda t, u: ([t, t], [Y, Y]),
+    "detached": lambda t, u: ([t, u, t.detach()], [Y, X, X]),
+    "piece and whole": lambda t, u: ([t[:16], t], [Y[:16], Y]),
+    "transpose and whole": lambda t, u: ([t.t(), t], [X.t(), Y]),
+    "views that share rows": lambda t, u: ([t[:, :5], t[:, 3:9]], [Y[:, :5], X[:, 3:9]]),
+    "crossed": lambda t, u: ([t, u], [u, t]),
+    "read by a plain tensor": lambda t, u: ([t, x := X.clone(), t], [Y, t, x]),
+    "disjoint": lambda t, u: ([t[:16], u, t[16:]], [Y[:16], Y, X[16:]]),
+}
+OF_LISTS = {
+    "add": (lambda lists: torch._foreach_add_(*lists, alpha=3.0), lambda a, b: a.add_(b, alpha=3.0)),
+    "addcdiv": (lambda lists: addcdiv_each(*lists), lambda a, b: a.addcdiv_(b, Y.new_tensor(4.0), value=8.0)),
+}
+
+
+def addcdiv_each(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
+    """With the scalars in a tensor, which is one more list."""
+    torch._foreach_addcdiv_(a, b, [Y.new_tensor(4.0)] * len(a), torch.full((len(a),), 8.0))
+
+
+@pytest.mark.parametrize(("together", "alone"), OF_LISTS.values(), ids=OF_LISTS.keys())
+@pytest.mark.parametrize("lists", LISTS.values(), ids=LISTS.keys())
+@pytest.mark.parametrize("inference", [False, True])
+def test_an_element_of_a_list_reads_what_elements_before_it_wrote(inference, lists, together, alone) -> None:
+    """As of plain tensors, however the elements share memory: no write is lost."""
+    with torch.inference_mode(inference):
+        t, u, v, w = MX.quantize(X), MX.quantize(Y), MX.quantize(X), MX.quantize(Y)
+        together(lists(t, u))
+        for a, b in zip(*lists(v, w), strict=True):
+            alone(a, b)
+        assert same(t, v) and same(u, w)
+
+
+def test_unscaled_gradients_that_share_memory_are_unscaled_twice() -> None:
+    """As torch's GradScaler would do it of plain ones."""
+    t, found = MX.quantize(X), torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([t, t.detach()], found, torch.tensor(0.5))
+    assert same(t, MX.quantize(X).mul_(0.5).mul_(0.5)) and not found.any()
 
 
 def test_a_list_with_plain_tensors_writes_the_bits_of_single_operations() -> None:
@@ -519,8 +559,8 @@ def test_a_traced_write_of_a_shard_is_one_op_where_ranks_need_not_agree() -> Non
     for name in formats.names():
         fmt = formats.get(name)
         if not (fmt.is_delayed or fmt.is_stochastic):
-            asks = [ask(lambda shard, fmt=fmt: fmt.encode(x, shard=shard), dim) is not None for dim in (0, 1)]
-            assert asks == [spans(fmt, 0), spans(fmt, 1)], name
+            asks = [fmt.shared_amax(x, dim) is not None for dim in (0, 1)]
+            assert asks == [fmt.spans(0), fmt.spans(1)], name
             asking |= {name} if any(asks) else set()
     assert {"fp8_e4m3_tensor", "fp8_e4m3_row", "nvfp4"} <= asking and not asking & {"mxfp8_e4m3", "fp8_e4m3_128x128"}
 

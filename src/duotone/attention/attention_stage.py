@@ -5,7 +5,7 @@ The products are two ops of torch, so that a graph has one node for each and the
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.planned.traced_stages import TracedSlot, owner_of
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.plane import Plane, Usage, after
-
-if TYPE_CHECKING:
-    from duotone.attention.low_precision import LowPrecision
 
 
 class Sizes(NamedTuple):
@@ -226,6 +223,14 @@ class AttentionStage(Stage):
         return encoded
 
 
+class OwnsStages(Protocol):
+    """What has the stages of one module of attention."""
+
+    def stage(self, call: Call) -> AttentionStage:
+        """The stage of a call, with the delayed slots of the module."""
+        ...
+
+
 class OpCall(NamedTuple):
     """The arguments that both ops have in common. `p_scale` is a delayed scale of probabilities."""
 
@@ -243,7 +248,7 @@ class OpCall(NamedTuple):
         stage = STAGES.get(self.number)
         if stage is None:
             raise UserError("compiled attention ran after its module was gone; keep the module")
-        return stage if self.handle is None else cast("LowPrecision", owner_of(self.handle)).stage(stage.call)
+        return stage if self.handle is None else cast(OwnsStages, owner_of(self.handle)).stage(stage.call)
 
     @property
     def options(self) -> Options:

@@ -1,54 +1,41 @@
 """DotProductAttention: softmax(Q K^T) V, by torch's own kernels or in the formats of the roles of attention."""
 
-import math
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from duotone.attention.heads import channels_of, check_layout, from_heads, groups_of, share_of, to_heads, token_axis
+from duotone.attention.attention_roles import AttentionRoles
+from duotone.attention.heads import check_layout, from_heads, to_heads, token_axis
 from duotone.attention.kv_cache import KVCache
-from duotone.attention.low_precision import Alike, LowPrecision, traced_pick
+from duotone.attention.low_precision import LowPrecision, traced_pick
 from duotone.attention.masks import Lengths, Masking, Masks, MaskType, Window, mask_type, seen_by, window_of
-from duotone.attention.picks import Pick
-from duotone.attention.products import AttentionFormats, ProductPlan, product_rows, refused
+from duotone.attention.products import ProductPlan, product_rows
 from duotone.attention.ranks import Ranks
-from duotone.attention.recipe_following import FollowsRecipes
 from duotone.dispatch.attention import (
     CUDNN_TOKENS,
     CUDNN_WIDTH,
     FORWARD,
     NO_TOKENS,
-    AttentionProblem,
     attend,
 )
 from duotone.dispatch.target import HOPPER, target
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
-from duotone.numbered import ByName
-from duotone.pipeline.slot_roles import BoundaryRoles, ConsumerRoles
+from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.pipeline.titles import title
 from duotone.planned import delayed_states, extra_state
-from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead
-from duotone.recipes.roles import ANYWHERE, UNNAMED, QuantizerRole, Site
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
+from duotone.recipes.roles import ANYWHERE, UNNAMED
 from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.state.region import AmaxMode, mode_now
-from duotone.state.torch_private import specialized
-from duotone.tensor.quantizer import Quantizer
 
-KINDS = {"forward": ("qkv", "output", "s"), "backward": ("grad_input", "do", "dp")}
-COUNTS = {kind: 3 if mode == "forward" else 2 for mode, kinds in KINDS.items() for kind in kinds}
-"""Slots of each kind."""
-
-MULTIPLIED = ("qkv", "s", "do", "dp")
-"""The kinds that attention's products multiply."""
-
-TRANSIENT = ("_answers", "_requests", "_picks", "_prepared", "_low_precision", "_alike", "consumers")
+TRANSIENT = ("_answers", "_requests", "_picks", "_prepared", "_low_precision", "consumers")
 """Attributes that follow from recipes and the rest."""
 
 
-class DotProductAttention(BoundaryRoles, FollowsRecipes):
+class DotProductAttention(AttentionRoles):
     """Attention of heads, without parameters. Heads share keys if `num_gqa_groups` is below `num_attention_heads`.
 
     A call takes all heads, or those of one of several ranks: the same share of heads and of groups.
@@ -73,20 +60,12 @@ class DotProductAttention(BoundaryRoles, FollowsRecipes):
         name: str = "",
         recipe: RecipeLike | None = None,
     ) -> None:
-        super().__init__()
-        groups, channels = groups_of(num_attention_heads, num_gqa_groups), channels_of(kv_channels)
-        if softmax_scale is not None and not 0 < softmax_scale < math.inf:
-            raise UserError(f"softmax_scale is {softmax_scale}; give a positive number, or None for 1/sqrt(width)")
-        if not 0 <= attention_dropout < 1:
-            raise UserError(f"attention_dropout is {attention_dropout}; give a probability from 0 to below 1")
+        super().__init__(num_attention_heads, kv_channels, num_gqa_groups, attention_dropout, softmax_scale)
         window_of(mask_type(attn_mask_type), window_size)
-        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
-        self.channels, self.attention_dropout, self.softmax_scale = channels, attention_dropout, softmax_scale
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.qkv_format = check_layout(qkv_format)
         self.recipe = as_recipe(type(self).__name__, recipe or HIGH_PRECISION)
         self.consumers = ConsumerRoles()
-        self.saved_states: dict[str, dict[str, Tensor]] = {}
         self.take_name(name or f"Attention_{self._number}", ANYWHERE if name else UNNAMED)
 
     def forward(  # noqa: PLR0913 (Transformer Engine's vocabulary)
@@ -189,13 +168,6 @@ class DotProductAttention(BoundaryRoles, FollowsRecipes):
         masking = Masking(kind, window, layout == "thd", ranks)
         return masking.mask(to_heads(query, layout), to_heads(key, layout), mask, cu_seqlens)
 
-    @property
-    def dropout(self) -> float:
-        """The probability with which a call drops weights now."""
-        if not self.training:
-            return 0.0
-        return specialized(self.attention_dropout) if torch.compiler.is_dynamo_compiling() else self.attention_dropout
-
     def _check(self, layout: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         inputs, axes = (query, key, value), len(layout)
         count, groups = self.heads_of(query)
@@ -216,85 +188,13 @@ class DotProductAttention(BoundaryRoles, FollowsRecipes):
                 f"one device, keys and values alike; got {got}: reshape, cast or move them"
             )
 
-    def heads_of(self, query: Tensor) -> tuple[int, int]:
-        """How many heads a call has, and how many of keys: all, or the share of the rank whose query this is."""
-        return share_of(self.num_attention_heads, self.num_gqa_groups, query.shape[-2] if query.dim() > 2 else 0)
-
-    def take_name(self, name: str, site: Site) -> None:
-        """The full name in the model, and where rules find the module."""
-        self.module_name, self.site = name, site
-        self.forget()
-
-    def forget(self) -> None:
-        """Ask every recipe anew at the next forward."""
-        super().forget()
-        self._answers: dict[tuple[str, QuantizerRole], tuple[Quantizer, ...]] = {}
-        self._requests = ByName()
-        self.roles_changed()
-
     def forget_recipe(self, recipe: str) -> None:
-        self._prepared = ""
-        self._picks = {key: pick for key, pick in self._picks.items() if key[0] != recipe}
+        super().forget_recipe(recipe)
         self._low_precision.forget_recipe(recipe)
-        vars(self._alike).pop(recipe, None)
 
     def roles_changed(self) -> None:
-        self._picks: dict[tuple[str, str, float, str], Pick] = {}
+        super().roles_changed()
         self._low_precision = LowPrecision(self)
-        self._prepared = ""
-        """The key of the recipe of the last `prepare_recipe`."""
-        self._alike = ByName()
-        """By the key of a recipe: the modules whose traced calls have the same stages."""
-
-    def roles_of(self, mode: str) -> dict[str, QuantizerRole | None]:
-        """`<kind>.<number>`: nine of "forward", six of "backward". Unknown consumers have a name and no type."""
-        roles = self._roles_by_kind(self.output_quantizer_role, self.grad_input_quantizer_role)
-        return {f"{kind}.{i}": roles[kind] for kind in KINDS[mode] for i in range(COUNTS[kind])}
-
-    def _roles_by_kind(self, output: QuantizerRole | None, gradient: QuantizerRole | None) -> dict[str, QuantizerRole]:
-        roles = {kind: self._role(kind) for kind in COUNTS}
-        roles["output"] = output or QuantizerRole(name=f"{self.module_name}.dpa_output")
-        roles["grad_input"] = gradient or QuantizerRole(name=f"{self.module_name}.dpa_grad_input")
-        return roles
-
-    def _answers_by_kind(self, recipe: Recipe) -> dict[str, tuple[Quantizer, ...]]:
-        roles = self._roles_by_kind(*self.roles_under(recipe.key))
-        return {kind: self._ask(recipe, role, COUNTS[kind]) for kind, role in roles.items()}
-
-    def quantizers(self, recipe: Recipe) -> list[Quantizer]:
-        """What the recipe gives every slot, forward slots first; it is asked once for each."""
-        return [quantizer for answers in self._answers_by_kind(recipe).values() for quantizer in answers]
-
-    def requested(self, recipe: Recipe) -> list[str]:
-        """The tensor types of attention's products that the recipe wants in low precision.
-
-        RecipeError if the recipe is strict, and no attention kernel takes their formats, the heads or the dropout.
-        """
-        kinds: list[str] | None = getattr(self._requests, recipe.key, None)
-        if kinds is None:
-            roles = {kind: self._role(kind) for kind in MULTIPLIED}
-            low = [kind for kind, role in roles.items() if self._ask(recipe, role, COUNTS[kind])[0] != Quantizer()]
-            kinds = [kind for kind in low if recipe.asks_for(roles[kind], self.site)]
-            if kinds and recipe.strict and (refusal := self._problem(recipe, "cpu", 0.0).nowhere()):
-                raise refused(title(self), refusal)
-            drop_dead(vars(self._requests))
-            setattr(self._requests, recipe.key, kinds)
-        if kinds and recipe.strict and self.dropout:
-            raise refused(title(self))
-        return kinds
-
-    def formats(self, recipe: Recipe, device: str = "", ranks: str = "") -> AttentionFormats:
-        """What a recipe that asks for low precision gives the tensors of attention.
-
-        On a device where measurements decide, backward is in high precision, which is faster.
-        """
-        formats = AttentionFormats.of(self._answers_by_kind(recipe), recipe, self.module_name)
-        if device and recipe.backward_override is None and self.pick(recipe, device, 0.0, ranks).is_measured:
-            return formats.overridden("dequantized")
-        return formats
-
-    def _problem(self, recipe: Recipe, device: str, dropout: float) -> AttentionProblem:
-        return self.formats(recipe).problem(self.channels, dropout, device)
 
     def _pays(
         self,
@@ -313,21 +213,13 @@ class DotProductAttention(BoundaryRoles, FollowsRecipes):
             return True
         compiling = torch.compiler.is_dynamo_compiling()
         where = str(heads[0].device), self.dropout, ranks.name if ranks else ""
-        pick = traced_pick(self._alike, recipe, *where) if compiling else self.pick(recipe, *where)
+        pick = traced_pick(self._low_precision.alike, recipe, *where) if compiling else self.pick(recipe, *where)
         if not pick.least.forward:
             return True
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in heads)
         if not compiling:
             trains = trains or mode_now() is AmaxMode.DEFER  # a checkpoint, which trains later
         return pick.takes(heads, layout, seen, kind, trains)
-
-    def pick(self, recipe: Recipe, device: str, dropout: float = 0.0, ranks: str = "") -> Pick:
-        """What `dpa_min_tokens` means on a device. The first call of `ranks`, by name, is a collective."""
-        key = recipe.key, device, dropout, ranks
-        if key not in self._picks:
-            drop_dead(self._picks)
-            self._picks[key] = Pick.of(self._problem(recipe, device, dropout), recipe, ranks, device)
-        return self._picks[key]
 
     def plan_rows(self, recipe: Recipe, device: str | None = None) -> list[ProductPlan]:
         """What runs for each product under the recipe; RecipeError if it is strict and no kernel takes its formats.
@@ -346,35 +238,13 @@ class DotProductAttention(BoundaryRoles, FollowsRecipes):
             reason += f"; FP8 would be slower (dpa_min_tokens): {problem.forward_refusal() or 'measured'}"
         return [ProductPlan(gemm, IDENTITY.name, IDENTITY.name, reason) for gemm in FORWARD]
 
-    def keeps_high_precision(self, recipe: Recipe) -> bool:
-        return not self.requested(recipe)
-
-    def prepare_recipe(self, recipe: Recipe) -> None:
-        if recipe.key != self._prepared:
-            self.quantizers(recipe)
-            self.requested(recipe)
-            self._prepared = recipe.key
-
     def share(self, recipe: Recipe) -> None:
         self.prepare_recipe(recipe)
         if not self.is_shared(recipe):
-            drop_dead(vars(self._alike))
-            formats = self.formats(recipe)
-            content = recipe.key, formats, self.channels
-            setattr(self._alike, recipe.key, Alike.of(content, self))
+            self._low_precision.share(recipe)
 
     def is_shared(self, recipe: Recipe) -> bool:
-        return hasattr(self._alike, recipe.key)
-
-    def _ask(self, recipe: Recipe, role: QuantizerRole, slots: int) -> tuple[Quantizer, ...]:
-        key = (recipe.key, role)
-        if key not in self._answers:
-            drop_dead(self._answers)
-            self._answers[key] = tuple(recipe.attention_quantizer(role, self.site) for _ in range(slots))
-        return self._answers[key]
-
-    def _role(self, tensor_type: str) -> QuantizerRole:
-        return QuantizerRole("dpa", tensor_type, self.module_name)
+        return hasattr(self._low_precision.alike, recipe.key)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Delayed scales that the module does not have yet wait for a recipe that needs them."""

@@ -35,7 +35,7 @@ class KVCache:
         require_sizes(0, batch=batch, length=length)
         require_sizes(groups=groups, width=width)
         fmt = formats.get(format)
-        if fmt.alignment[0] != 1 or fmt.spans_rows or fmt.is_stochastic:
+        if fmt.alignment[0] != 1 or fmt.spans(0) or fmt.is_delayed or fmt.is_stochastic:
             raise UserError(f"a KVCache takes formats whose scales belong to one row; got {format}: try fp8_e4m3_row")
         self.format: Format = fmt
         self.batch, self.length, self.groups, self.width, self.dtype = batch, length, groups, width, dtype

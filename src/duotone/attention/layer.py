@@ -75,8 +75,8 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
     ) -> None:
         super().__init__()
         self.hidden_dropout, self.drop_path_rate, self.layer_number = hidden_dropout, drop_path_rate, layer_number
-        self.layer_type, self.parallel_attention_mlp = layer_type, parallel_attention_mlp
-        self.sample_axis = self._checked_axis(attn_input_format)
+        self.parallel_attention_mlp = parallel_attention_mlp
+        self.sample_axis = self._checked_axis(attn_input_format, layer_type)
         norm = {"params_dtype": params_dtype, "device": device, "zero_centered_gamma": zero_centered_gamma}
         shared: dict[str, Any] = {**norm, "normalization": normalization, "bias": bias, "init_method": init_method}
         shared |= {"output_layer_init_method": output_layer_init_method, "tp_group": tp_group, "tp_size": tp_size}
@@ -97,14 +97,19 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
         last = {"tp_group": tp_group if set_parallel_mode and sequence_parallel else None, "eps": layernorm_epsilon}
         self.layernorm = NORMS[normalization](hidden_size, **norm, **last) if output_layernorm else None
 
-    def _checked_axis(self, layout: str) -> int | None:
+    @property
+    def layer_type(self) -> str:
+        """ "decoder" with attention over the output of an encoder, "encoder" without."""
+        return "encoder" if self.inter_attention is None else "decoder"
+
+    def _checked_axis(self, layout: str, layer_type: str) -> int | None:
         """The axis of samples, None of packed sequences. UserError for what does not go together."""
         axis = None if check_layout(layout) == "thd" else 1 - token_axis(layout)
-        one_of("layer_type", self.layer_type, ("encoder", "decoder"))
+        one_of("layer_type", layer_type, ("encoder", "decoder"))
         for name in ("hidden_dropout", "drop_path_rate"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; give a probability from 0 to below 1")
-        if self.parallel_attention_mlp and self.layer_type == "decoder":
+        if self.parallel_attention_mlp and layer_type == "decoder":
             raise UserError("parallel_attention_mlp is for layer_type 'encoder'; leave one of them out")
         if self.drop_path_rate and axis is None:
             raise UserError(

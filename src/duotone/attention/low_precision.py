@@ -2,11 +2,11 @@
 
 import weakref
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from duotone.attention.attention_roles import AttentionRoles
 from duotone.attention.attention_stage import STAGES, AttentionStage, Call
 from duotone.attention.conditioning import conditioned
 from duotone.attention.heads import token_axis
@@ -26,22 +26,19 @@ from duotone.state.rolling import roll_after
 from duotone.state.torch_private import specialized
 from duotone.tensor.context import QuantizeContext, Slot
 
-if TYPE_CHECKING:
-    from duotone.attention.dot_product import DotProductAttention
-
 
 class Alike:
     """Modules whose traced calls under a recipe have the same stages, and so the same graphs."""
 
     def __init__(self) -> None:
         self.number = _ALIKE.add(self)
-        self.modules: weakref.WeakSet[DotProductAttention] = weakref.WeakSet()
+        self.modules: weakref.WeakSet[AttentionRoles] = weakref.WeakSet()
         self.names: dict[Call, str] = {}
         self.traced = ByName()
         """The stages of calls, by name."""
 
     @staticmethod
-    def of(content: Hashable, module: "DotProductAttention") -> "Alike":
+    def of(content: Hashable, module: AttentionRoles) -> "Alike":
         """The group of modules with this content; `module` joins it."""
         alike = _CONTENTS[content] = _CONTENTS.get(content) or Alike()
         alike.modules.add(module)
@@ -52,7 +49,7 @@ _ALIKE: "Numbered[Alike]" = Numbered()
 _CONTENTS: "weakref.WeakValueDictionary[Hashable, Alike]" = weakref.WeakValueDictionary()
 
 
-def _module(number: str) -> "DotProductAttention":
+def _module(number: str) -> AttentionRoles:
     """One of the modules that are alike."""
     return next(iter(_ALIKE[number].modules))
 
@@ -60,14 +57,30 @@ def _module(number: str) -> "DotProductAttention":
 class LowPrecision:
     """Stages by kind of call. They follow from the module and its recipes, so they are not copied or pickled."""
 
-    def __init__(self, module: "DotProductAttention") -> None:
+    def __init__(self, module: AttentionRoles) -> None:
         self._module = weakref.ref(module)
         _, self.handle = numbered(self)
         self._stages: dict[Call, AttentionStage] = {}
+        self.alike = ByName()
+        """By the key of a recipe: the modules whose traced calls have the same stages."""
+
+    @property
+    def module(self) -> AttentionRoles:
+        """The module, which keeps this object."""
+        module = self._module()
+        assert module is not None
+        return module
 
     def forget_recipe(self, recipe: str) -> None:
         """Drop the stages of a recipe, by its key."""
         self._stages = {call: stage for call, stage in self._stages.items() if call.recipe != recipe}
+        vars(self.alike).pop(recipe, None)
+
+    def share(self, recipe: Recipe) -> None:
+        """Let traced calls under the recipe have the stages of all modules that are alike."""
+        drop_dead(vars(self.alike))
+        content = recipe.key, self.module.formats(recipe), self.module.channels
+        setattr(self.alike, recipe.key, Alike.of(content, self.module))
 
     def run(
         self,
@@ -84,9 +97,7 @@ class LowPrecision:
         `seen` broadcasts to their scores. It is None for a `window` of all keys, or of those up to a query's position.
         `ranks` share the sequence.
         """
-        module = self._module()
-        assert module is not None
-        device = heads[0].device.type
+        module, device = self.module, heads[0].device.type
         if is_autocast(device):
             heads = tuple(x.to(torch.get_autocast_dtype(device)) for x in heads)  # type: ignore[assignment]
         compiling, tracks = torch.compiler.is_dynamo_compiling(), torch.is_grad_enabled()
@@ -102,7 +113,7 @@ class LowPrecision:
         causal, groups = window == (-1, 0) and seen is None, module.heads_of(q)[1]
         call = Call(*where, causal, module.dropout, tracks, ranks.name if ranks else "", groups, _scale(module))
         if compiling:
-            stage = _traced(getattr(module._alike, recipe.key), call)
+            stage = _traced(getattr(self.alike, recipe.key), call)
             stage = stage.of_module(self.handle) if stage.is_delayed else stage
         else:
             stage = self.stage(call)
@@ -130,10 +141,8 @@ class LowPrecision:
         """The stage of a call, with the states that delayed scaling needs."""
         stage = self._stages.get(call)
         if stage is None:
-            module = self._module()
-            assert module is not None
             drop_dead(self._stages)
-            stage = self._stages[call] = self.build(call, delayed_slots(module, call))
+            stage = self._stages[call] = build(self.module, call, delayed_slots(self.module, call))
         return stage
 
     def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
@@ -143,22 +152,22 @@ class LowPrecision:
         assert slot is not None
         return slot
 
-    def build(self, call: Call, slots: Slots) -> AttentionStage:
-        """The stage of a call. In a graph, `AttentionStage.of_module` gives it the slots."""
-        module, recipe = self._module(), recipe_of(call.recipe)
-        assert module is not None
-        formats = module.formats(recipe, call.device, call.ranks)
-        problem = formats.problem(module.channels, call.dropout, call.device)
-        return formats.stage(module.module_name, problem, slots, recipe, call)
+
+def build(module: AttentionRoles, call: Call, slots: Slots) -> AttentionStage:
+    """The stage of a call. In a graph, `AttentionStage.of_module` gives it the slots."""
+    recipe = recipe_of(call.recipe)
+    formats = module.formats(recipe, call.device, call.ranks)
+    problem = formats.problem(module.channels, call.dropout, call.device)
+    return formats.stage(module.module_name, problem, slots, recipe, call)
 
 
-def _scale(module: "DotProductAttention") -> float:
+def _scale(module: AttentionRoles) -> float:
     """The factor of scores before the softmax, as the module has it now."""
     scale = module.channels[0] ** -0.5 if module.softmax_scale is None else module.softmax_scale
     return specialized(scale) if torch.compiler.is_dynamo_compiling() else scale
 
 
-def delayed_slots(module: "DotProductAttention", call: Call) -> Slots:
+def delayed_slots(module: AttentionRoles, call: Call) -> Slots:
     """The slots of tensors with delayed scales: two each, in a state of forward and one of backward."""
     formats = module.formats(recipe_of(call.recipe), call.device, call.ranks)
     delayed = formats.delayed()
@@ -207,7 +216,7 @@ def _traced_stage(number: str, *fields: object) -> str:
     """Build the stage of a traced call. Returns its name among `traced`, a constant of the graph."""
     call, alike = Call(*fields), _ALIKE[number]  # type: ignore[arg-type]
     if call not in alike.names:
-        stage = _module(number)._low_precision.build(call, {})
+        stage = build(_module(number), call, {})
         alike.names[call] = f"stage_{stage.number}"
         setattr(alike.traced, alike.names[call], stage)
     return alike.names[call]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone.attention.dot_product import DotProductAttention
-from duotone.attention.heads import KINDS, Heads, groups_of, head_norm, head_width
+from duotone.attention.heads import KINDS, Heads, check_layout, groups_of, head_norm, head_width
 from duotone.attention.kv_cache import KVCache
 from duotone.attention.masks import Masks, Window, mask_type
 from duotone.attention.recipe_following import FollowsRecipes
@@ -91,7 +91,7 @@ class MultiheadAttention(InnerBoundaryRoles, FollowsRecipes, ModuleGroup):
         count, width = num_attention_heads, head_width(hidden_size, num_attention_heads, kv_channels)
         whole = Heads(count, groups_of(count, num_gqa_groups), width, fuse_qkv_params and qkv_weight_interleaved)
         self.heads = whole.over(tp_group.size() if set_parallel_mode and tp_group is not None else 1)
-        self.attention_type, self.qkv_format, self.qk_norm_before_rope = attention_type, qkv_format, qk_norm_before_rope
+        self.attention_type, self.qk_norm_before_rope = attention_type, qk_norm_before_rope
         both: dict[str, Any] = {"bias": bias, "params_dtype": params_dtype, "device": device, "recipe": recipe}
         both |= {"sequence_parallel": sequence_parallel, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
         both |= {"tp_group": tp_group if set_parallel_mode else None, "tp_size": tp_size}
@@ -100,7 +100,7 @@ class MultiheadAttention(InnerBoundaryRoles, FollowsRecipes, ModuleGroup):
         row = {**both, "init_method": output_layer_init_method or init_method, "parallel_mode": modes[1]}
         norm: dict[str, Any] = {"eps": layernorm_epsilon, "normalization": normalization}
         norm["zero_centered_gamma"] = zero_centered_gamma
-        norm["return_layernorm_output"] = self.return_layernorm_output = input_layernorm and return_layernorm_output
+        norm["return_layernorm_output"] = self._returns_norm = input_layernorm and return_layernorm_output
         self._add_projections(hidden_size, whole, column, norm if input_layernorm else {}, fuse_qkv_params, name)
         place = {"params_dtype": params_dtype, "device": device, "tp_group": both["tp_group"]}  # ranks have other heads
         self.q_norm, self.k_norm = (head_norm(qk_norm_type, width, qk_norm_eps, **place) for _ in ("query", "key"))
@@ -109,6 +109,20 @@ class MultiheadAttention(InnerBoundaryRoles, FollowsRecipes, ModuleGroup):
         core |= {"num_gqa_groups": self.heads.groups, "name": below(name, "core_attention")}
         self.core_attention = DotProductAttention(self.heads.count, width, **core)
         self.proj = Linear(count * width, hidden_size, return_bias=return_bias, name=below(name, "proj"), **row)
+
+    @property
+    def qkv_format(self) -> str:
+        """The order of dimensions of inputs and outputs, which may change between calls."""
+        return self.core_attention.qkv_format
+
+    @qkv_format.setter
+    def qkv_format(self, layout: str) -> None:
+        self.core_attention.qkv_format = check_layout(layout)
+
+    @property
+    def return_layernorm_output(self) -> bool:
+        """Whether calls also return what the projections multiply."""
+        return self._returns_norm
 
     def _add_projections(
         self, hidden_size: int, heads: Heads, linear: dict[str, Any], norm: dict[str, Any], fused: bool, name: str

@@ -2,6 +2,7 @@
 
 from duotone.comm.collectives import (
     ShardContext,
+    agree,
     all_gather,
     all_reduce,
     all_to_all,
@@ -16,6 +17,7 @@ from duotone.comm.gradients import SummedOver
 __all__ = [
     "ShardContext",
     "SummedOver",
+    "agree",
     "all_gather",
     "all_reduce",
     "all_to_all",

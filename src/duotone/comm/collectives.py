@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -175,15 +175,39 @@ class ShardContext:
     group: str
     dim: int = 0
 
-    @property
-    def agreed(self) -> Tensor | None:
-        """The result of the next `max`, if it is known before."""
-        return None
-
     def max(self, amax: Tensor) -> Tensor:
         """The maximum over the ranks; a rank without elements contributes 0."""
         return all_reduce(amax, "max", self.group)
 
-    def transposed(self) -> "ShardContext":
-        """The same shard of the transposed matrix."""
-        return replace(self, dim=1 - self.dim)
+    def agree(self, amaxes: Sequence[Tensor | None], spans: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+        """The amaxes of both planes. Those that span the shards become the largest of all, in one collective."""
+        asked = [amax for amax, is_shared in zip(amaxes, spans, strict=True) if is_shared and amax is not None]
+        if len(asked) < 2:
+            answers = [self.max(amax) for amax in asked]
+        else:
+            parts = torch.split(self.max(torch.cat([amax.reshape(-1) for amax in asked])), [a.numel() for a in asked])
+            answers = [part.clone().view(amax.shape) for part, amax in zip(parts, asked, strict=True)]  # aligned
+        of_planes = iter(answers)
+        row, col = (
+            next(of_planes) if is_shared and amax is not None else amax
+            for amax, is_shared in zip(amaxes, spans, strict=True)
+        )
+        return row, col
+
+
+ALIGNED = 4
+"""Kernels want the address of an amax to be a multiple of this many fp32."""
+
+
+def agree(groups: Sequence[str], amaxes: Sequence[Tensor]) -> list[Tensor]:
+    """The maximum of each fp32 amax over the ranks of its group: one collective for each group."""
+    agreed: list[Tensor] = list(amaxes)
+    for group in dict.fromkeys(groups):
+        indices = [at for at, name in enumerate(groups) if name == group]
+        sizes = [-(-amaxes[at].numel() // ALIGNED) * ALIGNED for at in indices]
+        flat = amaxes[indices[0]].new_zeros(sum(sizes))
+        places = [place[: amaxes[at].numel()] for at, place in zip(indices, torch.split(flat, sizes), strict=True)]
+        torch._foreach_copy_(places, [amaxes[at].reshape(-1) for at in indices])  # type: ignore
+        for at, place in zip(indices, torch.split(ShardContext(group).max(flat), sizes), strict=True):
+            agreed[at] = place[: amaxes[at].numel()]
+    return agreed

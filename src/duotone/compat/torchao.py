@@ -12,8 +12,8 @@ from torch import nn
 from duotone import formats
 from duotone.compat.quantizers import fp8_element
 from duotone.conversion.converting import convert_by
-from duotone.conversion.left_alone import left_alone
 from duotone.conversion.naming import require_model, sites_of
+from duotone.conversion.skipped import skipped_modules
 from duotone.conversion.targets import targets
 from duotone.errors import UserError
 from duotone.planned.planned import Planned
@@ -166,7 +166,7 @@ def convert_to_float8_training(
     recipe = recipe_from(config or Float8LinearConfig())
     excluded = {
         target.name: target.module
-        for target in targets(module, left_alone(module), sites_of(module))
+        for target in targets(module, skipped_modules(module), sites_of(module))
         if not isinstance(target.module, nn.Linear)
         or not (module_filter_fn is None or module_filter_fn(target.module, target.name))
     }

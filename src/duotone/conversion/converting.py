@@ -13,10 +13,10 @@ from duotone.conversion import experts, fusing
 from duotone.conversion.attention_cores import add_cores, refuse_other_attention, refuse_without_interface, remove_cores
 from duotone.conversion.default_rules import with_default_rules
 from duotone.conversion.forwards import CONVERTED, close_fast_paths, open_fast_paths
-from duotone.conversion.left_alone import left_alone, refuse_left_alone
 from duotone.conversion.naming import named_modules, require_model, sites_of
-from duotone.conversion.notices import Place, report_unmatched, warn_of_surprises
+from duotone.conversion.skipped import refuse_skipped, skipped_modules
 from duotone.conversion.targets import parametrized_since, release, targets
+from duotone.conversion.warnings import Place, report_unmatched, warn_of_surprises
 from duotone.errors import UserError
 from duotone.planned.delayed_checkpoint import state_names
 from duotone.planned.parametrizations import reads_without_effect
@@ -84,12 +84,12 @@ def _adopt(model: nn.Module, recipe: Recipe, all_rules: tuple[Rule, ...], schedu
     """Check everything, then let each linear follow the recipe."""
     sites = sites_of(model)
     phases = schedule.phases if schedule is not None else (Phase(recipe, 0),)
-    skipped = left_alone(model)
+    skipped = skipped_modules(model)
     planned = [(target, target.check(phases, all_rules)) for target in targets(model, skipped, sites)]
     for phase in phases:
         for used in (phase.recipe, phase.recipe.evaluation):
             if used is not None and used.strict:
-                refuse_left_alone(skipped, used, all_rules, sites)
+                refuse_skipped(skipped, used, all_rules, sites)
                 refuse_other_attention(model, used)
     places: list[Place] = [(target.module_type, target.name, target.site) for target, _ in planned]
     places += [("linear", name, sites[name]) for name in skipped]

@@ -135,7 +135,7 @@ def holds_experts(module: nn.Module) -> bool:
     )
 
 
-def reason_left_alone(module: nn.Module) -> str:
+def reason_skipped(module: nn.Module) -> str:
     """Why experts stay as they are, or "" if they can be converted."""
     names = linear_names(module)
     if names == GROUPED:

@@ -75,7 +75,7 @@ def owner_of(module: Planned) -> nn.Module:
     return owner
 
 
-def settle(module: Planned) -> None:
+def move_states_to_hooks_device(module: Planned) -> None:
     """Move seeds and states of an offloaded module, whose weights are on meta, to the device on which hooks run it."""
     hook = owner_of(module).__dict__.get("_hf_hook")
     devices = [getattr(one, "execution_device", None) for one in getattr(hook, "hooks", (hook,))]

@@ -4,14 +4,15 @@ Each call checks that the parts are still linears under plans, without hooks or 
 that a pipeline cannot follow, the forward of the class runs as before.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from duotone.conversion.effects import FORWARD, Attributes, value_of
+from duotone.conversion.attributes import Attributes, attributes_within
 from duotone.conversion.patterns import MLP, Chain, Norm, children_of, epsilon, is_linear
+from duotone.conversion.trial import is_dropout
 from duotone.errors import UserError
 from duotone.numbered import constant_in_traces
 from duotone.ops.activation import ActivationOp
@@ -51,8 +52,7 @@ class MLPPipeline:
         self.owner, self.pattern = owner, pattern
         self.packed = PackedLinear(owner, pattern.first)
         self.others = {name: child for name, child in children_of(owner).items() if name not in self.linears}
-        self.attributes = _attributes_within(self.others, both_modes=True)
-        self.attributes[""] = Attributes(owner, plain_class(owner), both_modes=True)
+        self.attributes = [("", Attributes(owner, plain_class(owner))), *attributes_within(self.others)]
         self.activation = ActivationOp(pattern.activation)
 
     @property
@@ -72,7 +72,7 @@ class MLPPipeline:
                 return f"{name} {REPLACED}"
             if is_hooked(child):
                 return f"{name} has hooks"
-            if isinstance(child, nn.Dropout) and child.p and child.training:
+            if is_dropout(child) and child.p and child.training:
                 return f"{name} is on"
         if path := _changed(self.owner, self.attributes):
             return f"{path} {SET}"
@@ -113,7 +113,7 @@ class ChainPipeline:
                 self.ops[name] = NormOp(child, *part)
             elif part is not None:
                 self.ops[name] = ActivationOp(part)
-        self.attributes = _attributes_within({name: child for name, child in self.others.items() if name in self.ops})
+        self.attributes = attributes_within({name: child for name, child in self.others.items() if name in self.ops})
 
     @property
     def refusal(self) -> str:
@@ -144,7 +144,7 @@ class ChainPipeline:
         members = [
             self.ops.get(name, child)
             for name, child in children_of(self.owner).items()
-            if not isinstance(child, nn.Dropout) or (child.p and child.training)
+            if not is_dropout(child) or (child.p and child.training)
         ]
         y, _ = run_modules(members, x, (), None, self.owner)
         return y
@@ -243,6 +243,7 @@ class NormReaders:
         """Run the norm and the ops as one pipeline; linears that read the norm together run as one."""
         if x.is_watched or is_autocast(x.device.type):
             return run(ops, x.view_as(x), extra, first, owner)
+        x.is_passed_by = True
         if len(ops) == 1 and first is None:
             packs = (pack for pack in self.packs.values() if any(ops[0] is linear for linear in pack.linears))
             pack = next(packs, None)
@@ -270,9 +271,15 @@ class NormReaders:
 
 def _call_of(linear: nn.Module) -> tuple[object, ...]:
     """All that a call of a linear depends on besides its input: two calls that agree in it have the same output."""
-    versions = [0 if p is None or p.is_inference() else p._version for p in linear._parameters.values()]
+    parameters = [None if p is None else _state_of(p) for p in linear._parameters.values()]
     regions = STACK.regions
-    return id(linear), torch.is_grad_enabled(), regions[-1] if regions else None, *versions
+    return id(linear), torch.is_grad_enabled(), regions[-1] if regions else None, *parameters
+
+
+def _state_of(p: Tensor) -> tuple[object, ...]:
+    """Which parameter it is, where it lies, whether it is trained, and how often it was written."""
+    place = p.untyped_storage()._cdata, p.storage_offset()
+    return id(p), *place, p.requires_grad, 0 if p.is_inference() else p._version
 
 
 class FusedNorm(Fused):
@@ -294,24 +301,10 @@ def refuse_strict_export() -> None:
     raise UserError("torch.export with strict=True does not follow norms that duotone.fuse fused: leave strict out")
 
 
-def _attributes_within(children: Mapping[str, nn.Module], both_modes: bool = False) -> dict[str, Attributes]:
-    """What the forwards of children, and of modules in them, read, by the paths of these. Dropout is asked otherwise.
-
-    `both_modes` of the children, but not of the modules in them, were compared.
-    """
-    attributes: dict[str, Attributes] = {}
-    for name, child in children.items():
-        for path, module in child.named_modules(prefix=name):
-            if path != name or not isinstance(module, nn.Dropout):
-                attributes[path] = Attributes(module, type(module), both_modes and path == name)
-                attributes[path].values[FORWARD] = type(module).forward
-    return {path: each for path, each in attributes.items() if each.values}
-
-
-def _changed(owner: nn.Module, attributes: Mapping[str, Attributes]) -> str:
+def _changed(owner: nn.Module, attributes: Sequence[tuple[str, Attributes]]) -> str:
     """The path of an attribute that has another value now, or ""."""
-    for path, each in attributes.items():
-        if name := each.changed(value_of(owner, path) if path else owner):  # type: ignore[arg-type]
+    for path, each in attributes:
+        if name := each.changed(owner.get_submodule(path)):
             return f"{path}.{name}" if path else name
     return ""
 

@@ -18,10 +18,10 @@ from duotone.conversion.attention_cores import idle_cores, left_in_high_precisio
 from duotone.conversion.default_rules import Reason, Why
 from duotone.conversion.forwards import is_fast_path_closed
 from duotone.conversion.fusing import fused_row
-from duotone.conversion.left_alone import left_alone
 from duotone.conversion.naming import named_modules, require_model, sites_of
-from duotone.conversion.notices import unmatched_rules
+from duotone.conversion.skipped import skipped_modules
 from duotone.conversion.targets import trains
+from duotone.conversion.warnings import unmatched_rules
 from duotone.dispatch.target import require_here
 from duotone.errors import UserError
 from duotone.planned.parametrizations import reads_without_effect
@@ -206,7 +206,7 @@ def plan(
         raise UserError(f"dtype is {dtype!r}; give torch.bfloat16, torch.float16 or torch.float32")
     recipe = _for_model(model, recipe)
     rows: list[PlanRow] = []
-    skipped, trained, idle = left_alone(model), trains(model), idle_cores(model)
+    skipped, trained, idle = skipped_modules(model), trains(model), idle_cores(model)
     planned = [module for module in model.modules() if isinstance(module, Planned)]
     with reads_without_effect(model):
         for name, module in named_modules(model):

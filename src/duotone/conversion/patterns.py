@@ -1,13 +1,13 @@
 """Patterns that can run as pipelines: norms and MLPs, which are recognized by their parts and by their values.
 
-A module is compared with the ops on random hidden states and random weights, in float64 on the CPU. The comparison does
-not use its parameters. So it works for models on meta, for weights of zero, and for weights of few bits.
+A module is compared with the ops on random hidden states and random weights, in float64 on the CPU, in evaluation and
+in training. The comparison does not use its parameters. So it works for models on meta, for weights of zero, and for
+weights of few bits. A forward that changes an attribute, or what is around its linears, is left alone.
 """
 
-import copy
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -15,18 +15,26 @@ import torch
 from torch import Tensor, nn
 
 from duotone import ops
-from duotone.conversion.effects import effect_of, effects_of_children
 from duotone.conversion.transposed import is_transposed
+from duotone.conversion.trial import (
+    NoMatch,
+    all_same,
+    children_of,
+    in_both_modes,
+    is_dropout,
+    random,
+    results_of,
+    twin_of,
+)
 from duotone.dispatch.activations import ACTIVATIONS
 from duotone.dispatch.norms import NORMS
+from duotone.numbered import constant_in_traces
 from duotone.ops.norm import NormStage
 from duotone.planned.linear import PlannedLinear
+from duotone.state.region import STACK
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 """Attribute names of the number that a norm adds to the variance."""
-
-TOLERANCE = 1e-5
-"""Relative to the largest value: above the error of a norm in fp32, below the difference of two kinds of GELU."""
 
 UNIT = 8
 """Sizes of a module are compared at the same proportions, in this unit."""
@@ -59,37 +67,41 @@ Chain = tuple[Norm | str | None, ...]
 OTHER_VALUES = "its values or gradients are not those of linears and an activation of duotone.ops"
 
 
-class NoMatch(Exception):
-    """A module has the parts of a pattern, and cannot run as one for this reason."""
+def has_parts_of_norm(module: nn.Module) -> bool:
+    """Whether a module has an epsilon, a vector as weight, and no other tensors but a bias."""
+    parameters, gamma = module._parameters, module._parameters.get("weight")
+    if epsilon(module) is None or gamma is None or gamma.dim() != 1 or not set(parameters) <= {"weight", "bias"}:
+        return False
+    return not any(True for _ in (*module.children(), *module.buffers()))
+
+
+def norms_of(parent: nn.Module) -> dict[str, nn.Module]:
+    """The children with the parts of a norm, by name."""
+    return {name: child for name, child in children_of(parent).items() if has_parts_of_norm(child)}
 
 
 def norm_of(module: nn.Module, plain: type[nn.Module]) -> Norm | None:
     """The norm that a module is; `plain` is its class. None if it has other parts. NoMatch if it has other values."""
     if isinstance(module, ops.RMSNorm | ops.LayerNorm):
         return Norm(module.kind, module.eps, module.zero_centered_gamma)
-    parameters, eps = module._parameters, epsilon(module)
-    gamma = parameters.get("weight")
-    if eps is None or gamma is None or gamma.dim() != 1 or not set(parameters) <= {"weight", "bias"}:
+    eps = epsilon(module)
+    if eps is None or not has_parts_of_norm(module):
         return None
-    if any(True for _ in module.children()) or any(True for _ in module.buffers()):
-        return None
-    numbers, twin = torch.Generator().manual_seed(0), _twin(module, plain)
+    numbers, twin = torch.Generator().manual_seed(0), twin_of(module, plain)
     twin.__dict__.update({name: eps for name in EPSILONS if name in module.__dict__})
     vectors = {
-        name: None if p is None else nn.Parameter(_random(p.shape, numbers), requires_grad=False)
-        for name, p in parameters.items()
+        name: None if p is None else nn.Parameter(random(p.shape, numbers), requires_grad=False)
+        for name, p in module._parameters.items()
     }
     twin.__dict__["_parameters"] = vectors
     scales = torch.logspace(-3, 2, ROWS, dtype=torch.float64).unsqueeze(1)
-    x = _random((ROWS, gamma.shape[0]), numbers) * scales + scales
-    result = _results(twin.forward, [x.clone().requires_grad_()])
+    x = random((ROWS, module.weight.shape[0]), numbers) * scales + scales  # type: ignore[union-attr, operator]
+    results = in_both_modes(twin, [x])
     for kind in ("RMSNorm", "LayerNorm"):
         for zero_centered in (False, True):
-            stage = NormStage(NORMS[kind], eps, zero_centered, False)
-            compute = functools.partial(_norm_value, stage, vectors)
-            if _all_same(result, _results(compute, [x.clone().requires_grad_()])):
-                if effect := effect_of(module, plain, no_autocast=True):
-                    raise NoMatch(effect)
+            compute = functools.partial(_norm_value, NormStage(NORMS[kind], eps, zero_centered, False), vectors)
+            expected = results_of(compute, [x.clone().requires_grad_()])
+            if all(all_same(result, expected) for result in results):
                 return Norm(kind, eps, zero_centered)
     raise NoMatch("its values, or its gradients, are those of no norm of duotone.ops")
 
@@ -98,39 +110,35 @@ def _norm_value(stage: NormStage, vectors: Mapping[str, nn.Parameter | None], x:
     return stage.forward(x, vectors["weight"], vectors.get("bias"))[0]
 
 
-def mlp_of(
-    module: nn.Module, plain: type[nn.Module], first: Collection[str] | None, sample: Tensor | None = None
-) -> MLP | None:
+def first_linears(module: nn.Module, norm: nn.Module) -> tuple[str, ...]:
+    """The children that read the output of a norm, if a module has the linears of an MLP and it is clear which."""
+    linears, width = _linears(module), width_of(norm)
+    firsts = {frozenset(one.first) for one in _candidates(module) if width_of(linears[one.first[0]]) == width}
+    return tuple(sorted(firsts.pop())) if len(firsts) == 1 else ()
+
+
+def mlp_of(module: nn.Module, plain: type[nn.Module], sample: Tensor | None = None) -> MLP | None:
     """The MLP that a module is; `plain` is its class. None if it has other parts. NoMatch if it has other values.
 
-    `first` are the children that read the input of the module, None if that is not known. `sample` is an input for
-    which the values have to be the same too, with the weights of the module.
+    `sample` is an input for which the values have to be the same too, with the weights of the module.
     """
-    children = children_of(module)
-    linears = {name: child for name, child in children.items() if is_linear(child)}
-    others = [name for name in children if name not in linears]
-    has_tensors = _holds_tensors(module, recurse=False) or any(_holds_tensors(children[name]) for name in others)
-    if len(linears) not in (2, 3) or has_tensors:
-        return None
-    candidates = [one for one in _candidates(linears) if first is None or set(one.first) == set(first)]
+    linears, candidates = _linears(module), list(_candidates(module))
     if not candidates:
         return None
     unit = math.gcd(*(size for linear in linears.values() for size in _shape(linear)))
     for small in dict.fromkeys((min(unit, UNIT), unit)):  # a forward may require the sizes of its weights
         numbers = torch.Generator().manual_seed(0)
         twins = {name: _random_linear(linear, small, unit, numbers) for name, linear in linears.items()}
-        x = SCALES.view(-1, 1) * _random((2, len(SCALES), twins[candidates[0].first[0]].in_features), numbers)
+        x = SCALES.view(-1, 1) * random((2, len(SCALES), twins[candidates[0].first[0]].in_features), numbers)
         matching = _Trial(module, plain, x, twins).matching(candidates)
         if matching:
             break
-    if sample is not None:
+    if matching and sample is not None:
         twins = {name: _wide(linear) for name, linear in linears.items()}
         matching = _Trial(module, plain, sample.detach().double(), twins).matching(matching)
-    if not matching:
+    if matching == []:
         raise NoMatch(OTHER_VALUES)
-    if effect := effect_of(module, plain) or effects_of_children(module, others):
-        raise NoMatch(effect)
-    return matching[0]
+    return matching[0] if matching else None
 
 
 class _Trial(NamedTuple):
@@ -141,26 +149,31 @@ class _Trial(NamedTuple):
     x: Tensor
     linears: Mapping[str, nn.Linear]
 
-    def matching(self, candidates: Iterable[MLP]) -> list[MLP]:
-        """The candidates with the same output and gradients as the module, in evaluation and in training."""
-        results = [self.results(self.copy_of_module(training).forward) for training in (False, True)]
+    def matching(self, candidates: Iterable[MLP]) -> list[MLP] | None:
+        """The candidates with the same output and gradients as the module, in both modes. NoMatch if it does more.
+
+        None if the module has no such forward: from one tensor to another, without writing to the first.
+        """
+        twin = twin_of(self.module, self.plain)
+        twin.__dict__["_modules"].update(self.linears)
+        seen: set[tuple[object, ...]] = set()
+        for linear in self.linears.values():
+            linear.register_forward_pre_hook(lambda *_: seen.add(_surroundings()))
+        for child in twin.children():
+            if is_dropout(child):
+                child.__dict__["p"] = 0.0  # a call with dropout runs the forward of the class
+        results = in_both_modes(twin, [self.x, *self.parameters])
+        for linear in self.linears.values():
+            linear._forward_pre_hooks.clear()
+        if seen - {(*map(id, STACK.regions), False, True)}:  # as `results_of` sets them
+            raise NoMatch("its forward has a region, torch.autocast or a mode of gradients around a linear")
+        if None in results:
+            return None
         return [one for one in candidates if all(self.matches(one, result) for result in results)]
 
-    def copy_of_module(self, training: bool) -> nn.Module:
-        twin = _twin(self.module, self.plain)
-        copies = {name: copy.copy(child) for name, child in children_of(self.module).items()}
-        twin.__dict__["_modules"] = {**copies, **self.linears}
-        for part in (twin, *twin.children()):
-            part.training = training
-            if isinstance(part, nn.Dropout):
-                part.p = 0.0  # a call with dropout runs the forward of the class
-        return twin
-
-    def results(self, forward: Callable[[Tensor], object]) -> list[Tensor | None] | None:
-        """The output, and the gradients of the input and of all parameters. None if there is no such output."""
-        x = self.x.clone().requires_grad_()
-        parameters = [p for linear in self.linears.values() for p in linear.parameters()]
-        return _results(forward, [x, *parameters])
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [p for linear in self.linears.values() for p in linear.parameters()]
 
     def matches(self, candidate: MLP, result: Sequence[Tensor | None] | None) -> bool:
         first, kind, last = candidate
@@ -171,7 +184,12 @@ class _Trial(NamedTuple):
             hidden = torch.cat([self.linears[name](x) for name in first], -1)
             return self.linears[last](ACTIVATIONS[kind].value(hidden))
 
-        return _all_same(result, self.results(compute))
+        return all_same(result, results_of(compute, [self.x.clone().requires_grad_(), *self.parameters]))
+
+
+def _surroundings() -> tuple[object, ...]:
+    """What a linear follows besides its input and weight: regions, torch.autocast on a CPU, the mode of gradients."""
+    return *map(id, STACK.regions), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
 
 
 def chain_of(module: nn.Module, plain: type[nn.Module]) -> Chain | None:
@@ -196,24 +214,30 @@ def chain_of(module: nn.Module, plain: type[nn.Module]) -> Chain | None:
 
 def activation_of(module: nn.Module) -> str | None:
     """The name in `ACTIVATIONS` of the function that a module without tensors computes. None for another function."""
-    if _holds_tensors(module) or effect_of(module, type(module)):
+    if _holds_tensors(module):
         return None
     x = torch.linspace(-8, 8, 128, dtype=torch.float64, device="cpu").view(2, 64)
     x = torch.cat([x, 1e5 * x])
-    result = _results(module.forward, [x.clone().requires_grad_()])
+    try:
+        results = in_both_modes(twin_of(module, type(module)), [x])
+    except NoMatch:
+        return None
     plain = {name: activation.value for name, activation in ACTIVATIONS.items() if not activation.gated}
-    same = (name for name, value in plain.items() if _all_same(result, _results(value, [x.clone().requires_grad_()])))
-    return next(same, None)
-
-
-def children_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The children by name. A child with several names comes once for each."""
-    return {name: child for name, child in module._modules.items() if child is not None}
+    for name, value in plain.items():
+        expected = results_of(value, [x.clone().requires_grad_()])
+        if all(all_same(result, expected) for result in results):
+            return name
+    return None
 
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module multiplies by its weight and does nothing else."""
     return isinstance(module, nn.Linear | PlannedLinear) or is_transposed(module)
+
+
+def width_of(module: nn.Module) -> int:
+    """The in_features of a linear, or the size of a norm."""
+    return _shape(module)[1] if is_linear(module) else module.weight.shape[0]  # type: ignore[union-attr, return-value, index]
 
 
 def _holds_tensors(module: nn.Module, recurse: bool = True) -> bool:
@@ -228,9 +252,16 @@ def _shape(linear: nn.Module) -> tuple[int, int]:
     return (rows, columns) if isinstance(linear, nn.Linear) else (columns, rows)
 
 
-def _candidates(linears: Mapping[str, nn.Module]) -> Iterator[MLP]:
-    """The MLPs that linears of these sizes may be."""
-    for *first, last in permutations(linears):
+def _linears(module: nn.Module) -> dict[str, nn.Module]:
+    return {name: child for name, child in children_of(module).items() if is_linear(child)}
+
+
+def _candidates(module: nn.Module) -> Iterator[MLP]:
+    """The MLPs that a module may be: its linears have the sizes, and nothing else in it has tensors."""
+    linears = _linears(module)
+    others = [child for child in children_of(module).values() if not is_linear(child)]
+    has_tensors = _holds_tensors(module, recurse=False) or any(map(_holds_tensors, others))
+    for *first, last in permutations(linears) if len(linears) in (2, 3) and not has_tensors else ():
         shapes = {_shape(linears[name]) for name in first}
         rows, inner = next(iter(shapes))[0], _shape(linears[last])[1]
         if len(shapes) == 1 and rows * len(first) in (inner, 2 * inner):
@@ -245,68 +276,25 @@ def epsilon(module: nn.Module) -> float | None:
         if name in module.__dict__:
             eps, weight = module.__dict__[name], module._parameters.get("weight")
             if eps is None and weight is not None:
-                return torch.finfo(weight.dtype).eps
+                return default_epsilon(weight.dtype, "cpu" if weight.is_meta else weight.device.type)
             return float(eps) if isinstance(eps, float | int) else None
     return None
 
 
-def _twin(module: nn.Module, plain: type[nn.Module]) -> nn.Module:
-    """A copy of the module under its plain class, to be changed."""
-    twin = nn.Module()
-    twin.__dict__.update(module.__dict__)
-    twin.__class__ = plain
-    twin.__dict__.pop("forward", None)
-    return twin
-
-
-def _results(forward: Callable[[Tensor], object], inputs: Sequence[Tensor]) -> list[Tensor | None] | None:
-    """The output for the first input, and the gradients of all inputs. None if the code has no such output, or raises.
-
-    The state of random generators stays.
-    """
-    x = inputs[0]
-    version = x._version
-    try:
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]), torch.autocast(x.device.type, enabled=False):
-            y = forward(x)
-            if not isinstance(y, Tensor) or x._version != version:
-                return None
-            gradients = torch.autograd.grad(y, inputs, _direction(y), allow_unused=True)
-    except Exception:  # any code of the user
-        return None
-    return [y.detach(), *gradients]
-
-
-def _direction(y: Tensor) -> Tensor:
-    """A gradient for an output, the same for all of its shape."""
-    return _random(y.shape, torch.Generator().manual_seed(1)).to(y.dtype)
-
-
-def _all_same(result: Sequence[Tensor | None] | None, expected: Sequence[Tensor | None] | None) -> bool:
-    """Whether outputs and gradients are the same, row by row."""
-    if result is None or expected is None or len(result) != len(expected):
-        return False
-    return all(
-        one is other if one is None or other is None else _same(one, other)
-        for one, other in zip(result, expected, strict=True)
-    )
-
-
-def _same(y: Tensor, expected: Tensor) -> bool:
-    if y.shape != expected.shape:
-        return False
-    error, largest = (y - expected).abs(), expected.abs()
-    return bool((error.amax(-1) <= TOLERANCE * largest.amax(-1)).all()) if y.dim() else bool(error <= TOLERANCE)
-
-
-def _random(shape: Sequence[int], numbers: torch.Generator) -> Tensor:
-    return torch.randn(tuple(shape), generator=numbers, dtype=torch.float64, device="cpu")
+@constant_in_traces
+@functools.cache
+def default_epsilon(dtype: torch.dtype, device: str) -> float:
+    """The epsilon of torch's RMSNorm without one: of the dtype or of fp32, as the device and the version have it."""
+    x = torch.full((1, 64), 0.01, dtype=dtype, device=device)
+    ratio = x.double() / torch.rms_norm(x, (64,), torch.ones_like(x[0])).double()
+    measured = (ratio.square() - x.double().square()).mean().item()
+    return min((torch.finfo(each).eps for each in (dtype, torch.float32)), key=lambda eps: abs(measured - eps))
 
 
 def _random_linear(linear: nn.Module, small: int, unit: int, numbers: torch.Generator) -> nn.Linear:
     rows, columns = (size // unit * small for size in _shape(linear))
-    bias = None if linear.bias is None else _random((rows,), numbers)
-    return _linear(_random((rows, columns), numbers) / columns**0.5, bias)
+    bias = None if linear.bias is None else random((rows,), numbers)
+    return _linear(random((rows, columns), numbers) / columns**0.5, bias)
 
 
 def _wide(linear: Any) -> nn.Linear:

@@ -8,8 +8,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from duotone.conversion import experts, forwards
 from duotone.conversion.forwards import CONVERTED
-from duotone.conversion.left_alone import Reasons
 from duotone.conversion.naming import named_modules
+from duotone.conversion.skipped import Reasons
 from duotone.conversion.transposed import TransposedLinear, is_transposed
 from duotone.linear.plan import PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
@@ -64,7 +64,7 @@ class Target:
         module = self._converted()
         module.adopt(recipe, rules, self.name, self.site, slots)
         module.plans.prepare(recipe)
-        forwards.settle(module)
+        forwards.move_states_to_hooks_device(module)
         if CONVERTED in self.module.__dict__:
             self.module.__dict__[CONVERTED] = True
 

@@ -69,7 +69,7 @@ def cast_planes(
     scales = (scale, None) if row_delayed else (None, scale)
     seeds = () if seed is None else (seed,)
     if is_matrix:
-        of_row, of_col = kernel(x if x.is_contiguous() else x.contiguous(), scales, live, None, *seeds)
+        of_row, of_col = kernel(x if x.is_contiguous() else x.contiguous(), scales, live, (None, None), *seeds)
     else:
         of_row, of_col = kernel.produced(x, scales, live, *seeds)
     return [*_results(of_row, None), *_results(of_col, of_row)]

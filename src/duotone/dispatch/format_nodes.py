@@ -11,7 +11,6 @@ from torch import Tensor
 from duotone.dispatch.stages import TRACED
 from duotone.formats import Epilogue, Factors, Format, Parts, get, philox
 from duotone.formats.elements import PLAIN, Stages
-from duotone.formats.geometry import Shard
 from duotone.graph_ops import define_op
 
 
@@ -34,16 +33,16 @@ class Node(NamedTuple):
         x: Tensor,
         *,
         scale: Tensor | None,
+        amax: Tensor | None,
         seed: Tensor | int | None,
         plane: str,
-        shard: Shard | None,
         stages: Stages,
         propagate: bool,
     ) -> Parts:
-        """As `Format.encode`. A shard is encoded outside of the op, so that the graph sees its collective."""
+        """As `Format.encode`. With an amax from outside it is encoded outside of the op."""
         fmt = self.format
-        if shard is not None:
-            return fmt.encode(x, scale=scale, seed=seed, plane=plane, shard=shard, stages=stages, propagate=propagate)
+        if amax is not None:
+            return fmt.encode(x, amax=amax, seed=seed, plane=plane, stages=stages, propagate=propagate)
         seed = philox.as_seed(seed, x.device) if fmt.is_stochastic and seed is not None else None
         return _named(fmt, torch.ops.duotone.encode(x, fmt.node_name, plane, propagate, scale, seed))
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from duotone.allocate import is_aligned
 from duotone.dispatch.cast_ops import TracedProducer
 from duotone.dispatch.casts import PLAIN_TYPES, has_kernels
 from duotone.dispatch.graph_patterns import find_patterns
@@ -63,7 +64,7 @@ class RowNorm:
         if not _fits(x, gamma, beta) or x.shape[-1] % WORDS:
             return None
         flat = x.reshape(-1, x.shape[-1]).contiguous()
-        if flat.data_ptr() % WORDS:
+        if not is_aligned(flat, WORDS):
             return None
         from duotone.kernels import activations
         from duotone.kernels.norms import Norm

@@ -9,7 +9,7 @@ from torch import Tensor
 from duotone.errors import UserError, one_of
 from duotone.formats import philox
 from duotone.formats.elements import PLAIN, Stages
-from duotone.formats.geometry import Block, Factors, Parts, PartSpec, Shard, crop
+from duotone.formats.geometry import Block, Factors, Parts, PartSpec, crop
 from duotone.formats.scale_rule import Epilogue, ErrorNorm, ScaleCodec
 
 
@@ -43,8 +43,6 @@ class Format:
     """Whether the one scale follows from the largest magnitude of the tensor, NaN ignored."""
     is_derivable: bool = True
     """Whether `derive` makes the parts of the transpose."""
-    spans_rows: bool = False
-    """Whether a scale covers all rows, so that shards of a tensor have to agree on it."""
     divisor: complex = 1 + 0j
     """By what the epilogue scale is divided. Complex, because a trace may take floats for inputs."""
     is_registered: bool = False
@@ -90,7 +88,6 @@ class Format:
         amax: Tensor | None = None,
         seed: Tensor | int | None = None,
         plane: str = "row",
-        shard: Shard | None = None,
         stages: Stages | None = None,
         propagate: bool = False,
     ) -> Parts:
@@ -99,13 +96,23 @@ class Format:
         - `scale`: an encode scale from outside (fp32 scales only).
         - `amax`: an amax from outside (formats whose scale covers the tensor or its rows).
         - `seed`: int64 for stochastic rounding; `plane`, "row" or "col", selects its random stream.
-        - `shard`: an amax that covers the sharded dimension is the maximum over all shards.
         - `stages`: the backend. With one, the caller is responsible for the values of `scale` and `amax`. Without one,
           NaN and negative values and a scale of 0 are refused.
         - `propagate`: every product that reads a non-finite element becomes non-finite: the code is NaN, or the scale
           of the block is. Without it, infinities saturate and NaN becomes the element's `nan_code`.
         """
         raise NotImplementedError
+
+    def spans(self, dim: int) -> bool:
+        """Whether a scale that an encode decides covers all of `dim`: 0 rows, 1 columns."""
+        return not self.is_delayed and any(spec.entries[dim] is None for spec in self.parts(1, 1).values())
+
+    def shared_amax(self, x: Tensor, dim: int, stages: Stages = PLAIN, propagate: bool = False) -> Tensor | None:
+        """The amax on which shards along `dim` have to agree before they encode, fp32. None if no scale spans them.
+
+        `x` is this rank's shard. Each rank passes the maximum over the shards to `encode` as `amax`.
+        """
+        return None
 
     def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages | None = None) -> Tensor:
         """The values that a GEMM multiplies, (M, K). Hadamard formats: rotated, with the padded length.

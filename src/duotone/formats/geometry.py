@@ -1,7 +1,7 @@
 """Block geometry and the buffers of an encoded plane: which elements share a scale, and how each buffer shards."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +24,6 @@ class Block(NamedTuple):
     def name(self) -> str:
         """ "tensor", "row", or as "1x32"."""
         return {(0, 0): "tensor", (1, 0): "row"}.get(self, f"{self.rows}x{self.cols}")
-
-    @property
-    def spans(self) -> tuple[bool, bool]:
-        """Whether one block covers all rows, and all columns."""
-        return self.rows == 0, self.cols == 0
 
     @property
     def transposes(self) -> bool:
@@ -99,24 +94,6 @@ class PartSpec:
     def entries(self) -> tuple[int | None, int | None]:
         """Logical rows and columns of an entry."""
         return self.rows_per_entry, self.cols_per_entry
-
-
-class Shard(Protocol):
-    """A matrix that is one of several shards along `dim` (0 rows, 1 columns), whose amaxes have to agree."""
-
-    @property
-    def dim(self) -> int:
-        """The dimension that is cut into shards."""
-        ...
-
-    @property
-    def agreed(self) -> Tensor | None:
-        """The result of the next `max`, if it is known before. Then any amax may be passed."""
-        ...
-
-    def max(self, amax: Tensor) -> Tensor:
-        """The elementwise maximum over all shards."""
-        ...
 
 
 @dataclass(frozen=True)

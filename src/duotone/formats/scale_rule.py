@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from duotone.formats.elements import Element, Stages
-from duotone.formats.geometry import Block, Parts, PartSpec, Shard
+from duotone.formats.geometry import Block, Parts, PartSpec
 
 
 class ScaleCodec(Enum):
@@ -55,13 +55,8 @@ class Blocked(NamedTuple):
     shape: tuple[int, int]
     dtype: torch.dtype
     stages: Stages
-    shard: Shard | None = None
     propagate: bool = False
     """Whether a scale whose amax is infinite is stored as one that makes every product non-finite."""
-
-    def agreed(self, amax: Tensor, spans: tuple[bool, bool]) -> Tensor:
-        """`amax`, or its maximum over the shards if it covers the sharded dimension."""
-        return amax if self.shard is None or not spans[self.shard.dim] else self.shard.max(amax)
 
 
 class Scaled(NamedTuple):
@@ -107,6 +102,10 @@ class ScaleRule:
     def specs(self, block: Block, rows: int, cols: int) -> dict[str, PartSpec]:
         """The parts beside the codes."""
         raise NotImplementedError
+
+    def global_amax(self, amax: Tensor) -> Tensor:
+        """What the scales of several blocks follow from, from the amax of each block (grid)."""
+        return amax
 
     def from_amax(self, x: Blocked, amax: Tensor | None = None) -> Scaled:
         """The decision for the amax of the blocks; `amax` is that of the matrix or of its rows, from outside."""

@@ -12,7 +12,7 @@ from duotone.errors import UserError
 from duotone.formats import hadamard, philox
 from duotone.formats.elements import PLAIN, Element, Stages
 from duotone.formats.format import Format, check_matrix, require_parts
-from duotone.formats.geometry import ROW, TENSOR, Block, Factors, Parts, PartSpec, Shard
+from duotone.formats.geometry import ROW, TENSOR, Block, Factors, Parts, PartSpec
 from duotone.formats.registry import get
 from duotone.formats.scale_rule import Blocked, Epilogue, Scaled, ScaleRule
 
@@ -50,7 +50,6 @@ class ScaledFormat(Format):
             "alignment": (block.rows or 1, math.lcm(block.cols or 1, element.codes_per_byte)),
             "is_derivable": block.transposes and not self.hadamard,
             "scales_by_tensor": block == TENSOR and element.has_nan and not (self.hadamard or self.is_delayed),
-            "spans_rows": any(spec.rows_per_entry is None for spec in specs.values()),
             "divisor": rule.divisor,
             "stored": (element, block, self.hadamard, self.is_stochastic, rule.stored),
         }
@@ -97,7 +96,6 @@ class ScaledFormat(Format):
         amax: Tensor | None = None,
         seed: Tensor | int | None = None,
         plane: str = "row",
-        shard: Shard | None = None,
         stages: Stages | None = None,
         propagate: bool = False,
     ) -> Parts:
@@ -110,9 +108,9 @@ class ScaledFormat(Format):
         rows, cols = x.shape
         blocks = self.block.view(x)
         is_scaled = scale is not None or self.is_delayed
-        nan = math.inf if propagate and not self.element.has_nan else 0.0
-        amaxes = blocks.new_empty(self.block.grid(rows, cols)) if is_scaled else stages.amax(blocks, nan)
-        blocked = Blocked(blocks, amaxes, self.element, self.block, (rows, cols), x.dtype, stages, shard, propagate)
+        is_given = is_scaled or (amax is not None and "amax" not in self.part_names)
+        amaxes = blocks.new_empty(self.block.grid(rows, cols)) if is_given else self._amaxes(blocks, stages, propagate)
+        blocked = Blocked(blocks, amaxes, self.element, self.block, (rows, cols), x.dtype, stages, propagate)
         plain = scale is amax is None and not self.is_delayed
         scaled = self.rule.from_amax(blocked) if plain else self._scale(blocked, scale, amax)
         multiplier = scaled.multiplier[:, None, :, None]
@@ -129,6 +127,16 @@ class ScaledFormat(Format):
         if self.element.codes_per_byte == 2:
             codes = stages.pack(codes)
         return {"codes": codes, **scaled.parts}
+
+    def shared_amax(self, x: Tensor, dim: int, stages: Stages = PLAIN, propagate: bool = False) -> Tensor | None:
+        if not self.spans(dim):
+            return None
+        blocks = self.block.view(stages.rotate(x) if self.hadamard else x)
+        return self.rule.global_amax(self._amaxes(blocks, stages, propagate))
+
+    def _amaxes(self, blocks: Tensor, stages: Stages, propagate: bool) -> Tensor:
+        """The amax of each block (grid)."""
+        return stages.amax(blocks, math.inf if propagate and not self.element.has_nan else 0.0)
 
     def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages | None = None) -> Tensor:
         require_parts(self, parts)
@@ -187,7 +195,7 @@ class ScaledFormat(Format):
         if scale is not None:
             return self.rule.from_scale(scale, blocked)
         if amax is not None and "amax" not in self.part_names:
-            blocked = blocked._replace(shard=None, amax=amax.to(torch.float32).reshape(blocked.amax.shape))
+            blocked = blocked._replace(amax=amax.to(torch.float32).reshape(blocked.amax.shape))
             amax = None
         return self.rule.from_amax(blocked, amax)
 

@@ -59,10 +59,9 @@ class Fp32Scale(ScaleRule):
         return {"scale": PartSpec(shape, torch.float32, block.rows or None, block.cols or None)}
 
     def from_amax(self, x: Blocked, amax: Tensor | None = None) -> Scaled:
-        amax = x.agreed(x.amax, x.block.spans)
-        scale, stored = x.stages.fp32_scale(amax, *self.limits(x.element, x.dtype), self.power_of_two)
+        scale, stored = x.stages.fp32_scale(x.amax, *self.limits(x.element, x.dtype), self.power_of_two)
         if x.propagate:
-            stored = stored.masked_fill(torch.isinf(amax), torch.nan)
+            stored = stored.masked_fill(torch.isinf(x.amax), torch.nan)
         return Scaled(scale, {"scale": stored.reshape(self.specs(x.block, *x.shape)["scale"].shape)})
 
     def from_scale(self, scale: Tensor, x: Blocked) -> Scaled:
@@ -142,19 +141,18 @@ class TwoLevelScale(ScaleRule):
         return {"scale": PartSpec((rows, across), torch.uint8, 1, block.cols), "amax": amax}
 
     def from_amax(self, x: Blocked, amax: Tensor | None = None) -> Scaled:
-        g, global_scale = self.global_amax(x, amax)
+        g, global_scale = self.global_scale(x, amax)
         return self.store(x.amax * (global_scale * abs(x.element.reciprocal)), global_scale, g, x)
 
-    def global_amax(self, x: Blocked, amax: Tensor | None) -> tuple[Tensor, Tensor]:
-        """g of all shards, fp32 (1,) or (M,), and S as a column."""
-        if amax is not None:
-            g = amax.to(torch.float32, copy=True).reshape(-1)
-        else:
-            if x.amax.numel() == 0:
-                g = x.amax.new_zeros(self.specs(x.block, *x.shape)["amax"].shape)
-            else:
-                g = x.amax.amax(dim=1) if self.per_row else x.amax.amax().reshape(1)
-            g = x.agreed(g, (not self.per_row, True))
+    def global_amax(self, amax: Tensor) -> Tensor:
+        """g, fp32 (1,) or (M,)."""
+        if amax.numel() == 0:
+            return amax.new_zeros(amax.shape[0] if self.per_row else 1)
+        return amax.amax(dim=1) if self.per_row else amax.amax().reshape(1)
+
+    def global_scale(self, x: Blocked, amax: Tensor | None) -> tuple[Tensor, Tensor]:
+        """g, which may be given, and S as a column."""
+        g = self.global_amax(x.amax) if amax is None else amax.to(torch.float32, copy=True).reshape(-1)
         scale = divide(abs(x.element.exact_max) * abs(self.exact_block_max), g).clamp(max=abs(FLT_MAX))
         return g, scale.masked_fill((g == 0) | (scale == 0), 1.0)[:, None]
 
@@ -213,7 +211,7 @@ class FourOverSixScale(TwoLevelScale):
         return f"{super().name}, 4-over-6 by {norm}, block max {self.block_max:g}"
 
     def from_amax(self, x: Blocked, amax: Tensor | None = None) -> Scaled:
-        g, global_scale = self.global_amax(x, amax)
+        g, global_scale = self.global_scale(x, amax)
         to_six = divide(x.amax, abs(x.element.exact_max)) * global_scale
         four = self.store(to_six * 1.5, global_scale, g, x)
         six = self.store(to_six, global_scale, g, x)

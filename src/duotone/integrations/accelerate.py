@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from duotone.conversion import convert
@@ -51,7 +52,22 @@ def prepare(
         _register(accelerator, _ModelState(model), free.pop(0) if free else len(accelerator._custom_objects))
     for number in reversed(free):
         del accelerator._custom_objects[number]
+    accelerator.register_save_state_pre_hook(_with_own_memory)
     return accelerator.prepare(*objects)
+
+
+def _with_own_memory(models: list[nn.Module], states: list[dict[str, Any]], folder: str) -> None:
+    """Copy weights that share one memory: accelerate writes the first of them and drops the others."""
+    del folder
+    places = {parameter.data_ptr() for model in models for parameter in model.parameters() if _shares_memory(parameter)}
+    for state in states:
+        tensors = [(name, x) for name, x in state.items() if isinstance(x, Tensor) and _shares_memory(x)]
+        state.update({name: x.clone() for name, x in tensors if x.data_ptr() in places})
+
+
+def _shares_memory(x: Tensor) -> bool:
+    """Whether a tensor is a part of a larger memory, as weights that run as one GEMM are."""
+    return type(x) in (Tensor, nn.Parameter) and not x.is_meta and x.untyped_storage().nbytes() > x.nbytes
 
 
 class _ModelState(RunState):
@@ -61,6 +77,19 @@ class _ModelState(RunState):
         super().__init__(cast(nn.Module, weakref.proxy(model)))
         self.reference = weakref.ref(model)
         self.hooks: list[RemovableHandle] = []
+        self.together: list[list[nn.Parameter]] = []
+        """Parameters that shared one memory before a load, in their order in it."""
+
+    def take_apart(self, models: list[nn.Module], folder: str) -> None:
+        """Give parameters memory of their own before a load: safetensors loads no others. Then they share again."""
+        del models, folder
+        shared: dict[int, list[nn.Parameter]] = {}
+        for parameter in () if (model := self.reference()) is None else model.parameters():
+            if _shares_memory(parameter):
+                shared.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+        self.together = [sorted(group, key=Tensor.data_ptr) for group in shared.values()]
+        for parameter in [parameter for group in self.together for parameter in group]:
+            parameter.data = parameter.detach().clone()
 
     def state_dict(self) -> dict[str, object]:
         """Empty if the model is gone, as after `accelerator.free_memory()`."""
@@ -71,6 +100,10 @@ class _ModelState(RunState):
         if self.reference() is None:
             raise UserError("the model of this state is gone from memory; call load_state after prepare")
         super().load_state_dict(state)
+        for group in self.together:
+            whole = torch.cat([parameter.detach() for parameter in group])
+            for parameter, piece in zip(group, whole.split([len(each) for each in group]), strict=True):
+                parameter.data = piece
 
     def is_in(self, modules: set[nn.Module]) -> bool:
         """Whether modules that follow recipes are among `modules`: an accelerator may wrap the model itself."""
@@ -93,6 +126,7 @@ def _forget_freed(accelerator: Accelerator) -> list[int]:
 def _register(accelerator: Accelerator, state: _ModelState, number: int) -> None:
     """Let the accelerator save a state as its custom object of that number, which is part of the file's name."""
     accelerator._custom_objects[number : number + 1] = [state]
+    state.hooks.append(accelerator.register_load_state_pre_hook(state.take_apart))
     if accelerator.num_processes > 1:
         state.hooks += _keep_own(accelerator, state, f"duotone_{number}_{accelerator.process_index}.txt")
 

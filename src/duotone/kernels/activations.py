@@ -8,7 +8,7 @@ The kernel that computes a norm alone (`kernels/norms.py`) has the same arithmet
 """
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,9 +18,8 @@ from triton.language.extra import libdevice
 
 from duotone.kernels.amax import record
 from duotone.kernels.launch import Constants, Launch, kernel
-
-if TYPE_CHECKING:
-    from duotone.kernels.norms import Norm
+from duotone.kernels.norms import Norm
+from duotone.kernels.values import affine, wide
 
 GELU, RELU, SRELU, SILU = (tl.constexpr(i) for i in range(4))
 ACTIVATIONS = {"gelu": GELU.value, "relu": RELU.value, "srelu": SRELU.value, "silu": SILU.value}
@@ -126,29 +125,6 @@ def slope(dy, x, ACT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def affine(centred, rstd, gamma, beta):
-    """centred rstd gamma + beta, without what is None. The last two steps round once, in every kernel alike."""
-    result = centred * rstd
-    if beta is not None:
-        result = tl.fma(result, gamma, beta)
-    elif gamma is not None:
-        result = result * gamma
-    return result
-
-
-@triton.jit
-def wide(x, at, inside):
-    """fp32 values, 0 where not `inside`; None without x."""
-    if x is None:
-        value = None
-    elif inside is None:
-        value = tl.load(x + at).to(tl.float32)
-    else:
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    return value
-
-
-@triton.jit
 def normed(x, norm, row, m, k, M, K, inside, DTYPE: tl.constexpr):
     """Elements of the norm of x; `norm` holds mean and rstd (M,), gamma and beta (K,), or None."""
     mean, rstd, gamma, beta = norm
@@ -231,7 +207,7 @@ class FusedProducer(NamedTuple):
     x: Tensor
     z: Tensor | None
     shape: tuple[int, int]
-    norm: "Norm | None" = None
+    norm: Norm | None = None
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
@@ -263,7 +239,7 @@ def gradient(act: str, dy: Tensor, x: Tensor, gated: bool) -> FusedProducer:
     return FusedProducer(what, ACTIVATIONS[act], dy, x, (x.shape[0], x.shape[1]))
 
 
-def normalised(norm: "Norm") -> FusedProducer:
+def normalised(norm: Norm) -> FusedProducer:
     """The norm."""
     return FusedProducer(NORMED.value, norm.variant, norm.x, None, norm.x.shape, norm)
 

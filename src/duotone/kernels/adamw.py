@@ -14,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from duotone.formats import ScaleCodec
-from duotone.kernels.activations import wide
 from duotone.kernels.amax import record
 from duotone.kernels.elements import ELEMENTS, codes_of
 from duotone.kernels.launch import Constants, Launch, kernel
 from duotone.kernels.scaling import CODECS, given_scale, marked_four, stored_scale
 from duotone.kernels.tiles import existing, store_turned
+from duotone.kernels.values import wide
 
 State = tuple[Tensor, Tensor, Tensor, Tensor]
 """Gradient (bf16, fp16, fp32), exp_avg (fp32, bf16), exp_avg_sq (fp32), master (fp32, bf16).

@@ -4,17 +4,16 @@ The scale of a plane comes from outside (delayed), from amaxes that an earlier k
 from the tile itself (blocks).
 """
 
-from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch.overrides import has_torch_function_unary
 
 from duotone.allocate import allocator
 from duotone.formats import ScaleCodec
-from duotone.formats.geometry import Shard
 from duotone.kernels.activations import GATED_SLOPE, NO_NORM, NORMED, NOTHING, FusedProducer, materialize
 from duotone.kernels.amax import PARTIALS, line_amax, repeated_line_amax, repeated_tensor_amax, tensor_amax
 from duotone.kernels.elements import E2M1, ELEMENTS
@@ -75,6 +74,7 @@ SHAPES = 1024
 """How many shapes a cast remembers."""
 
 Scales = tuple[Tensor | None, Tensor | None]
+NOT_KNOWN: Scales = (None, None)
 
 
 class Cast:
@@ -101,38 +101,43 @@ class Cast:
         x: Tensor,
         scales: Scales = (None, None),
         live: Tensor | None = None,
-        shard: Shard | None = None,
-        amax: Tensor | None = None,
+        amaxes: Scales = NOT_KNOWN,
         *,
         typed: bool = False,
     ) -> tuple[MaybeParts, MaybeParts]:
         """The parts of both planes of contiguous (M, K). `scales` are those of delayed planes, fp32 (1,).
 
         - `live`: the bits of an fp32 amax as int32 (1,). It rises to the amax of x.
-        - `shard`: x is a shard. Amaxes of the sharded dimension are those of all shards.
-        - `amax`: partial amaxes of x, if they are known.
+        - `amaxes`: those that are known, for each plane: partial ones of x, or those of its lines, fp32.
         - `typed`: codes have the dtype of the element, if torch has it, instead of uint8.
         """
-        count, key = 0, None
-        if shard is None and amax is None:
+        key = None
+        if amaxes[0] is None is amaxes[1] and not has_torch_function_unary(x):
             address, index = x.data_ptr(), x.get_device()
             key = x.shape, x.dtype, live is None, address & 15, index, typed
             repeated = self._repeated.get(key)
             if repeated is not None and index == torch._C._cuda_getDevice():
                 return repeated(address, *scales, live)
-        if self.needs_amax:
-            amax = shard.agreed if amax is None and shard is not None else amax
-            amax = tensor_amax(x) if amax is None else amax
-            scales, count = self._with(scales, TENSOR.value, amax, amax), amax.numel()
-        if self.needs_lines:
-            scales = self._with(scales, LINE.value, *line_amax(x))
-        if shard is not None:
-            scales = of_shards(shard, self.sources, scales, x.shape)
-            count = min(count, 1)
+        scales, count = self._amaxes(x, scales, amaxes)
         row, col = self._enqueue((x, None, *NO_NORM), x.shape, (NOTHING.value, 0), (*scales, live), count)
         if key is not None:
             self._remember(key, x, (row, col), (*scales, live), count, typed)
         return (_typed(row, self.row), _typed(col, self.col)) if typed else (row, col)
+
+    def measure(self, x: Tensor, dim: int) -> tuple[Scales, list[bool]]:
+        """The amaxes of contiguous x (M, K) for each plane, fp32, and whether shards along `dim` have to agree."""
+        return measured(x, self.sources, self._amaxes(x, NOT_KNOWN, NOT_KNOWN)[0], dim)
+
+    def _amaxes(self, x: Tensor, scales: Scales, amaxes: Scales) -> tuple[Scales, int]:
+        """`scales` with the amaxes of planes, which may be known, and the number of partial ones."""
+        count = 0
+        if self.needs_amax:
+            amax = amaxes[self.sources[0] != TENSOR.value]  # both planes have the same one
+            amax = tensor_amax(x) if amax is None else amax
+            scales, count = self._with(scales, TENSOR.value, amax, amax), amax.numel()
+        if self.needs_lines:
+            scales = self._with(scales, LINE.value, *lines(x, self.sources, amaxes))
+        return scales, count
 
     def _remember(
         self,
@@ -171,18 +176,14 @@ class Cast:
 
         Returns False, and changes nothing, if the parts do not lie as the cast writes them.
         """
-        (m, k), count = x.shape, 0
+        m, k = x.shape
         launch, programs, *buffers = self._prepared(m, k, live is not None, (NOTHING.value, 0), True)
         row, col = planes
         if not all(map(_lie_as, planes, buffers)) or (
             self.shares_scale and row and col and row["scale"].data_ptr() != col["scale"].data_ptr()
         ):
             return False
-        if self.needs_amax:
-            amax = tensor_amax(x)
-            scales, count = self._with(scales, TENSOR.value, amax, amax), amax.numel()
-        if self.needs_lines:
-            scales = self._with(scales, LINE.value, *line_amax(x))
+        scales, count = self._amaxes(x, scales, NOT_KNOWN)
         parts = [part if part is None or part.itemsize > 1 else part.view(torch.uint8) for part in _flat(planes)]
         launch(programs, (x, None, *NO_NORM, *parts, *scales, live, noop), (m, k, count), self.floats)
         return True
@@ -202,7 +203,8 @@ class Cast:
         amax = None
         if self.needs_amax and producer.norm is None:
             amax = torch.zeros(1, dtype=torch.int32, device=producer.x.device)
-            return self(materialize(producer, amax), scales, live, amax=amax.view(torch.float32), typed=typed)
+            of_matrix = amax.view(torch.float32)
+            return self(materialize(producer, amax), scales, live, (of_matrix, of_matrix), typed=typed)
         if self.needs_amax:
             amax = producer.norm.measure_amax()
         elif producer.norm is not None:
@@ -293,28 +295,28 @@ def _lie_as(parts: MaybeParts, buffers: Buffers | None) -> bool:
     return (codes.shape, codes.stride(), scale.shape, scale.stride()) == buffers[:4]
 
 
-def of_shards(shard: Shard, sources: tuple[int, int], amaxes: Scales, shape: Sequence[int]) -> Scales:
-    """The amaxes of both planes of x (M, K) over all shards. A plane has one amax, or the bits of one for each line.
+def lines(x: Tensor, sources: tuple[int, int], amaxes: Scales, nan: bool = False) -> Scales:
+    """The bits of the amaxes of rows and columns. They are measured unless those that planes need are known."""
+    row, col = (None if amax is None else amax.view(torch.int32) for amax in amaxes)
+    if any(amax is None and source == LINE.value for amax, source in zip(amaxes, sources, strict=True)):
+        rows, cols = line_amax(x, nan)
+        return rows if row is None else row, cols if col is None else col
+    return row, col
 
-    The ranks agree on both planes in one collective. Amaxes of lines that no shard cuts do not change.
-    """
-    parts: dict[int, Tensor] = {}
-    for plane, (source, amax) in enumerate(zip(sources, amaxes, strict=True)):
-        if amax is not None and source == TENSOR.value:
-            parts[plane] = amax if amax.numel() == 1 else amax.amax(0, keepdim=True)
-        elif amax is not None and source == LINE.value and shard.dim == 1 - plane:
-            parts[plane] = amax[: shape[plane]].view(torch.float32)
-    if not parts:
-        return amaxes
-    if len(parts) == 1:
-        agreed = [shard.max(*parts.values())]
-    else:
-        agreed = shard.max(torch.cat(list(parts.values()))).split([part.numel() for part in parts.values()])
-    for plane, part in zip(list(parts), agreed, strict=True):
-        amax = amaxes[plane]
-        assert amax is not None
-        parts[plane] = (part if part is agreed[0] else part.clone()).view(amax.dtype)  # kernels want aligned addresses
-    return parts.get(0, amaxes[0]), parts.get(1, amaxes[1])
+
+def measured(
+    x: Tensor, sources: tuple[int, int], amaxes: tuple[Tensor | None, ...], dim: int
+) -> tuple[Scales, list[bool]]:
+    """The amaxes of planes of x (M, K), fp32, from partial ones or bits, and whether each covers `dim` of x."""
+    row, col = (
+        None
+        if amax is None
+        else amax[:size].view(torch.float32)
+        if source == LINE.value
+        else amax.amax(0, keepdim=True)
+        for amax, size, source in zip(amaxes, x.shape, sources, strict=True)
+    )
+    return (row, col), [one == TENSOR.value or (one == LINE.value and at == 1 - dim) for at, one in enumerate(sources)]
 
 
 def plane_constants(side: str, source: int, spec: PlaneSpec | None, propagate: bool) -> Constants:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from duotone.allocate import is_aligned
 from duotone.kernels.decode import DTYPES
 from duotone.kernels.e2m1 import bf16_pair
 from duotone.kernels.launch import Launch, kernel
@@ -104,7 +105,7 @@ def decode(codes: Tensor, scales: Tensor, amax: Tensor | None, top: float, dtype
     m, width = codes.shape
     out = torch.empty((m, 2 * width), dtype=dtype, device=codes.device)
     amaxes = 0 if amax is None else LINES.value if m > 1 and amax.numel() > 1 else ONE.value
-    launch = _launch(dtype, amaxes, not (width % 4 or codes.data_ptr() % 4))
+    launch = _launch(dtype, amaxes, width % 4 == 0 and is_aligned(codes, 4))
     programs = -(-m // (PARTS * WARPS)) * -(-width // (4 * WORDS))
     launch(programs, (codes, scales, amax, out), (m, width, *scales.stride()), (1.0 / top,))
     return out

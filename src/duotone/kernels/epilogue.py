@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from duotone.allocate import is_aligned
 from duotone.kernels.decode import DTYPES
 from duotone.kernels.launch import Launch, kernel
 
@@ -77,7 +78,7 @@ def finish(
     """
     m, n = y.shape
     rows, cols, bias = (None if t is None else t.contiguous() for t in (rows, cols, bias))
-    aligned = tuple(t is None or t.data_ptr() % 16 == 0 for t in (rows, cols, bias, out))
+    aligned = tuple(t is None or is_aligned(t, 16) for t in (rows, cols, bias, out))
     kind = None if bias is None else bias.dtype
     launch = _launch(_extent(rows), _extent(cols), constant != 1.0, kind, adds, out.dtype, aligned)
     tm, tn, _ = TILE

@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 import torch
 import triton
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -66,7 +67,13 @@ class Launch:
         floats: tuple[float, ...] = (),
         descriptors: tuple[Described, ...] = (),
     ) -> None:
-        """Enqueue `programs` programs on the current stream of the first tensor's device."""
+        """Enqueue `programs` programs on the current stream of the first tensor's device.
+
+        A mode of torch functions sees the launch, as it sees the functions of torch.
+        """
+        if has_torch_function(tensors):
+            arguments = programs, tensors, integers, floats, descriptors
+            return handle_torch_function(self.__call__, tensors, *arguments)  # type: ignore[no-any-return]
         first = tensors[0]
         index = first.get_device()
         if index != torch._C._cuda_getDevice():
@@ -81,6 +88,22 @@ class Launch:
         enqueue(programs, 1, 1, stream, *of_kernel, *descriptors, *addresses, *integers, *floats, *self._nothing)
         return None
 
+    def fixed(
+        self,
+        tensors: tuple[Tensor | None, ...],
+        integers: tuple[int, ...] = (),
+        floats: tuple[float, ...] = (),
+        descriptors: tuple[Described, ...] = (),
+    ) -> tuple[Callable[..., None], tuple[object, ...], tuple[object, ...]] | None:
+        """What enqueues this call again: a function, and its arguments before and after the addresses of the tensors.
+
+        The grid and the stream come first. None if kernels are called by Triton's own call.
+        """
+        if not DIRECT or descriptors or tensors[0].get_device() < 0:
+            return None
+        function, before = self._of(tensors, integers, floats, (), tensors[0].get_device())[0]
+        return function, before, (*integers, *floats, *self._nothing)
+
     def repeated(
         self,
         programs: int,
@@ -93,13 +116,14 @@ class Launch:
         None if kernels are called by Triton's own call. All tensors, of later calls too, lie on the current device.
         """
         index = tensors[0].get_device()
-        if not DIRECT or index < 0 or index != torch._C._cuda_getDevice():
+        fixed = self.fixed(tensors, integers, floats)
+        if fixed is None or index != torch._C._cuda_getDevice():
             return None
-        enqueue, of_kernel = self._of(tensors, integers, floats, (), index)[0]
-        stream, rest = torch._C._cuda_getCurrentRawStream, (*integers, *floats, *self._nothing)
+        enqueue, before, after = fixed
+        stream = torch._C._cuda_getCurrentRawStream
 
         def repeat(*addresses: int | None) -> None:
-            enqueue(programs, 1, 1, stream(index), *of_kernel, *addresses, *rest)
+            enqueue(programs, 1, 1, stream(index), *before, *addresses, *after)
 
         return repeat
 

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from duotone.kernels.activations import affine, wide
 from duotone.kernels.amax import nan_to_zero
 from duotone.kernels.launch import Launch, kernel
+from duotone.kernels.values import affine, wide
 
 SUMS = 264 * 4096
 """Elements of the partial sums that a backward leaves for a parameter's gradient. Each program leaves one row; with

@@ -14,10 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from duotone.formats import ErrorNorm
-from duotone.formats.geometry import Shard
 from duotone.kernels.activations import FusedProducer, materialize
-from duotone.kernels.amax import PARTIALS, amax_along, larger, line_amax, tensor_amax
-from duotone.kernels.cast import MaybeParts, Scales, of_shards
+from duotone.kernels.amax import PARTIALS, amax_along, larger, tensor_amax
+from duotone.kernels.cast import NOT_KNOWN, MaybeParts, Scales, lines, measured
 from duotone.kernels.e2m1 import along, dither_of, dithers, down, largest, packed, rounded, transformed
 from duotone.kernels.launch import Constants, Launch, kernel
 from duotone.kernels.tile_scales import ABSENT, LINE, SHARED, TENSOR
@@ -270,26 +269,26 @@ class Cast:
         self, producer: FusedProducer, scales: Scales, live: Tensor | None, *seed: Tensor | None, typed: bool = False
     ) -> tuple[MaybeParts, MaybeParts]:
         """Like a call, for a matrix that is materialized first: the cast needs its amax."""
-        return self(materialize(producer), scales, live, None, *seed, typed=typed)
+        return self(materialize(producer), scales, live, NOT_KNOWN, *seed, typed=typed)
 
     def __call__(
         self,
         x: Tensor,
         scales: Scales = (None, None),
         live: Tensor | None = None,
-        shard: Shard | None = None,
+        amaxes: Scales = NOT_KNOWN,
         seed: Tensor | None = None,
         *,
         typed: bool = False,
     ) -> tuple[MaybeParts, MaybeParts]:
         """The parts of both planes of contiguous (M, K); `seed` int64 if a plane rounds stochastically.
 
-        `shard` is as for `cast.Cast`. `scales`, `live` and `typed` have no effect: no plane is delayed, and codes have
-        no dtype of torch.
+        `amaxes` are as for `cast.Cast`. `scales`, `live` and `typed` have no effect: no plane is delayed, and codes
+        have no dtype of torch.
         """
         del scales, live, typed
         m, k = x.shape
-        count, of_row, of_col = self._amaxes(x, shard)
+        count, of_row, of_col = self._amaxes(x, amaxes)
         row, col = _empty(self.row, x, m, k, of_row), _empty(self.col, x, k, m, of_col)
         tm, tk, _ = TILE
         whole = (_is_whole(*of) for of in ((self.row, k), (self.col, m)))
@@ -298,35 +297,37 @@ class Cast:
         launch(-(-m // tm) * -(-k // tk), tensors, (m, k, count), self.floats)
         return row, col
 
-    def _amaxes(self, x: Tensor, shard: Shard | None) -> tuple[int, Tensor | None, Tensor | None]:
+    def measure(self, x: Tensor, dim: int) -> tuple[Scales, list[bool]]:
+        """As `cast.Cast.measure`."""
+        return measured(x, self.sources, self._amaxes(x, NOT_KNOWN)[1:], dim)
+
+    def _amaxes(self, x: Tensor, amaxes: Scales) -> tuple[int, Tensor | None, Tensor | None]:
         """The number of partial amaxes, and those of each plane; or the bits of the amaxes of its lines."""
-        m, k = x.shape
-        lines = line_amax(x, self.propagate) if self.needs_lines else (None, None)
-        plain, row, col = self.needs_amaxes
-        count, partial = 0, (None, None, None)
-        if row or col:
-            tm, tk, _ = AMAX_TILE
-            count = min(-(-m // tm) * -(-k // tk), PARTIALS)
-            each = torch.empty((3, PARTIALS), dtype=torch.float32, device=x.device)
-            partial = tuple(
-                [part[:count] if need else None for part, need in zip(each.unbind(), self.needs_amaxes, strict=True)]
-            )
-            _amax(*self.needs_amaxes, not (m % tm or k % tk), k % 16 == 8, self.propagate)(count, (x, *partial), (m, k))
-        elif plain:
+        of_lines = lines(x, self.sources, amaxes, self.propagate) if self.needs_lines else NOT_KNOWN
+        is_known = all(
+            amax is not None or source != TENSOR.value for amax, source in zip(amaxes, self.sources, strict=True)
+        )
+        count, of_planes = (1, amaxes) if is_known else self._partial(x)
+        of_row, of_col = (
+            of_line if source == LINE.value else amax
+            for of_line, amax, source in zip(of_lines, of_planes, self.sources, strict=True)
+        )
+        return count, of_row, of_row if self.sources[1] == SHARED.value else of_col
+
+    def _partial(self, x: Tensor) -> tuple[int, Scales]:
+        """The number of partial amaxes, and those of each plane: of the matrix, or of what is rotated for the plane."""
+        (m, k), (tm, tk, _) = x.shape, AMAX_TILE
+        if not any(self.needs_amaxes[1:]):
             amax = tensor_amax(x, self.propagate)
-            count, partial = amax.numel(), (amax, None, None)
-        of_row, of_col = (
-            None if spec is None else line if spec.per_line else partial[1 + side] if spec.rotated else partial[0]
-            for side, (spec, line) in enumerate(zip((self.row, self.col), lines, strict=True))
+            return amax.numel(), (amax, amax)
+        count = min(-(-m // tm) * -(-k // tk), PARTIALS)
+        each = torch.empty((3, PARTIALS), dtype=torch.float32, device=x.device)
+        plain, row, col = (
+            part[:count] if need else None for part, need in zip(each.unbind(), self.needs_amaxes, strict=True)
         )
-        if shard is None:
-            return count, of_row, of_col
-        of_row, of_col = (
-            one if one is None or source == LINE.value else one[:count]
-            for one, source in zip((of_row, of_col), self.sources, strict=True)
-        )
-        of_row, of_col = of_shards(shard, self.sources, (of_row, of_col), x.shape)
-        return 1, of_row, of_row if self.sources[1] == SHARED.value else of_col
+        launch = _amax(*self.needs_amaxes, not (m % tm or k % tk), k % 16 == 8, self.propagate)
+        launch(count, (x, plain, row, col), (m, k))
+        return count, (plain if row is None else row, plain if col is None else col)
 
     def _bind(self, even: bool, eights: bool, row_words: bool, col_words: bool) -> Launch:
         tm, tk, warps = TILE

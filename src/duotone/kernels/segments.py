@@ -10,13 +10,13 @@ import functools
 import triton
 import triton.language as tl
 
-from duotone.kernels.activations import wide
 from duotone.kernels.amax import nan_to_zero, record
 from duotone.kernels.elements import codes_of
 from duotone.kernels.launch import kernel
 from duotone.kernels.scaling import encode_scale, given_scale, marked_four, stored_scale
 from duotone.kernels.tile_scales import ABSENT, LINE, OUTSIDE, SHARED, TENSOR, fours, line_scales
 from duotone.kernels.tiles import store_turned
+from duotone.kernels.values import wide
 
 STEP = tl.constexpr(16)
 """A segment has a multiple of so many columns if each segment has its own product."""

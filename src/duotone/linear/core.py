@@ -8,7 +8,7 @@ Every operand is a plane with its contraction last, in the format that the plan 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -52,6 +52,21 @@ class LinearStage(Stage):
     @property
     def rolls_forward_alone(self) -> bool:
         return self.plan.rolls_forward_alone
+
+    @property
+    def is_bindable(self) -> bool:  # type: ignore[override]
+        return type(self) is LinearStage and self.sink is GRADIENT and self.plan.is_bindable
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:  # type: ignore[override]
+        return self.plan.input.slots + self.plan.weight.slots
+
+    @property
+    def gradient_slots(self) -> tuple[Slot, ...]:  # type: ignore[override]
+        return self.plan.gradient.slots
+
+    def opened(self, slots: Mapping[Slot, Slot]) -> "LinearStage":
+        return LinearStage(self.plan.opened(slots), self.sink, self.name) if slots else self
 
     def roll_after(self, gradient: Tensor) -> None:
         weight = self.plan.weight

@@ -3,7 +3,7 @@
 `backward_override` of a recipe and options of a module choose a `BackwardOperand` when the plan is built.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from duotone.errors import MissingPlaneError
+from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import IDENTITY, Format
-from duotone.linear.plane_source import ENCODE_NOW, PlaneSource
+from duotone.linear.plane_source import ENCODE_NOW, HIGH_PRECISION, PlaneSource
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import QuantizeContext, Slot
 from duotone.tensor.plane import DeferredPlane, Plane, Planes, Usage
@@ -122,7 +122,12 @@ def _note_rowwise(x: Original) -> None:
 
 
 def columnwise(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -> Plane:
-    """Only the columnwise plane of a matrix."""
+    """Only the columnwise plane of a matrix. UserError for a weight that has no memory now."""
+    if not torch.compiler.is_dynamo_compiling() and x.numel() and not x.untyped_storage().nbytes():
+        raise UserError(
+            "backward reaches a weight that FSDP2 has freed and not gathered again; let the loss come through what the "
+            "forward of the sharded module returns, or give fully_shard reshard_after_forward=False"
+        )
     plane = quantizer.encode(x, COLUMNWISE, ctx).columnwise
     assert plane is not None
     return plane
@@ -217,6 +222,30 @@ class OperandPlan:
         row, col = self.quantizer.delayed
         slots = slot(0) if row else None, slot(1) if col else None
         return replace(self, context=replace(self.context, slots=slots))
+
+    @property
+    def is_bindable(self) -> bool:
+        """Whether shapes decide all calls of `encode` and `keep`. What a user's quantizer does is not known."""
+        slots = self.context.slots
+        ours = type(self.quantizer) is Quantizer and self.quantizer.is_fixed  # no tap, which records each plane
+        encodes = ours and self.source in (HIGH_PRECISION, ENCODE_NOW)
+        keeps_moment = self.backward.encodes_again and (any(slots) or self.stream is not None)
+        opens = all(slot is None or slot.is_openable for slot in slots)
+        return encodes and opens and self.context.shard is None and not keeps_moment
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The delayed slots that one `encode` opens, in order."""
+        (row, col), (rowwise, columnwise) = self.context.slots, self.usage
+        derives = self.quantizer.derives_columnwise or self.quantizer.columnwise_source != "original"
+        opened = row if rowwise or (columnwise and derives) else None, col if columnwise else None
+        return tuple([slot for slot in opened if slot is not None])
+
+    def opened(self, slots: Mapping[Slot, Slot]) -> "OperandPlan":
+        """The plan of one call, which has opened slots."""
+        row, col = self.context.slots
+        opened = row and slots.get(row, row), col and slots.get(col, col)
+        return replace(self, context=replace(self.context, slots=opened))
 
     def of_module(self, handle: Tensor) -> "OperandPlan":
         """In a trace: the plan with the slots of the module that `handle` names."""

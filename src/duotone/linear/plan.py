@@ -4,7 +4,7 @@ A request decides the plan. Execution reads no mode; it follows the plan. A plan
 rows say which kernel runs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -54,6 +54,9 @@ class PlanRequest:
 
     weight_dtype: torch.dtype | None = None
     """The dtype of the parameter; None if it is `dtype`."""
+
+    weight_is_freed: bool = False
+    """Whether FSDP2 frees the weight after forward, and gathers it again for backward."""
 
     linears: int = 1
     """How many linears share the plan: the experts of a group."""
@@ -202,6 +205,16 @@ class LinearPlan:
         """The plan whose delayed operands use `slot(name of the field, side)`; sides as of `OperandPlan.with_slots`."""
         operands = {name: getattr(self, name).with_slots(partial(slot, name)) for name in OPERANDS}
         return replace(self, **operands, rolls_forward_alone=not any(self.gradient.quantizer.delayed))
+
+    @property
+    def is_bindable(self) -> bool:
+        """Whether shapes decide all calls of torch and of kernels of a linear with this plan."""
+        ours = all(type(gemm.rule).__module__.startswith("duotone.") for gemm in self.gemms)
+        return ours and not self.layout.exchanges and all(each.is_bindable for each in self.operands.values())
+
+    def opened(self, slots: Mapping[Slot, Slot]) -> "LinearPlan":
+        """The plan of one call, which has opened slots."""
+        return replace(self, **{name: getattr(self, name).opened(slots) for name in OPERANDS})
 
     def of_module(self, handle: Tensor) -> "LinearPlan":
         """In a trace: the plan with the delayed slots of the module that `handle` names."""

@@ -170,18 +170,18 @@ def _input_backward(request: PlanRequest, override: BackwardOperand, quantizer: 
 def _weight_backward(
     request: PlanRequest, override: BackwardOperand, quantizer: Quantizer, source: PlaneSource
 ) -> BackwardOperand:
-    """With `recompute_columnwise`, backward encodes a plain weight again.
+    """With `recompute_columnwise`, backward encodes a plain weight again, and one that FSDP2 frees between the passes.
 
     Not a copy in the input's dtype, because to keep that copy takes more memory than a plane.
     """
     is_parameter = source is ENCODE_NOW and request.weight_dtype in (None, request.dtype)
-    again = is_parameter and override.needs_columnwise and _recomputes(request, quantizer)
+    again = is_parameter and override.needs_columnwise and _recomputes(request, quantizer, request.weight_is_freed)
     return REENCODE_IN_BACKWARD if again else override
 
 
-def _recomputes(request: PlanRequest, quantizer: Quantizer) -> bool:
+def _recomputes(request: PlanRequest, quantizer: Quantizer, always: bool = False) -> bool:
     """Whether `recompute_columnwise` applies. Not for experts, which encode an operand of all of them at once."""
-    applies = request.recipe.recompute_columnwise and request.module_type != "grouped_linear"
+    applies = (request.recipe.recompute_columnwise or always) and request.module_type != "grouped_linear"
     return applies and quantizer.is_repeatable and not quantizer.delayed[1]
 
 

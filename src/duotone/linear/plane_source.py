@@ -120,7 +120,7 @@ def source_of_plain(quantizer: Quantizer) -> PlaneSource:
     return HIGH_PRECISION if type(quantizer) is Quantizer and quantizer == IN_HIGH_PRECISION else ENCODE_NOW
 
 
-Stamp = tuple[Quantizer, torch.dtype, torch.device, torch.Size, object, tuple[tuple[int, int], ...]]
+Stamp = tuple[Quantizer, torch.dtype, torch.device, torch.Size, object, tuple[tuple[int, ...], ...]]
 
 
 class OptimizerSteps:
@@ -244,5 +244,5 @@ class WeightCache:
         owners = self.owners()
         if any(owner.is_inference() for owner in owners):
             return None
-        versions = tuple((id(owner), owner._version) for owner in owners)
+        versions = tuple((id(owner), owner._version, getattr(owner, "version_of_shard", 0)) for owner in owners)
         return quantizer, x.dtype, x.device, x.shape, STEPS.last, versions

@@ -56,7 +56,6 @@ class LayerNormLinear(Linear):
         if linear.get("parallel_mode") == "row":
             raise UserError("LayerNormLinear normalises whole rows; use parallel_mode 'column', or a norm and a Linear")
         super().__init__(in_features, out_features, **linear)
-        self.return_layernorm_output = return_layernorm_output
         self._norm = norm = NormOp(self, normalization, eps, zero_centered_gamma, "layer_norm_")
         norm.make_parameters(self.in_features, linear.get("params_dtype"), linear.get("device"))
         self._sum_gradients()
@@ -91,6 +90,11 @@ class LayerNormLinear(Linear):
         """With sequence parallelism the norm sees the rows of one rank."""
         assert self._norm is not None
         self._norm.gradients = SummedOver(self.layout.group) if self.layout.sequence_parallel else None
+
+    @property
+    def return_layernorm_output(self) -> bool:
+        """Whether calls also return what the linear multiplies."""
+        return len(self._ops) > 2
 
     def normalised(self, x: Tensor) -> Tensor:
         """What the linear multiplies: x (*lead, in_features) after the norm."""
@@ -168,7 +172,6 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
     ) -> None:
         super().__init__()
         self.activation = ActivationOp(activation, activation_params)
-        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
         self.checkpoint = checkpoint
         self._norm = NormOp(self, normalization, eps, zero_centered_gamma, "layer_norm_")
         self._norm.make_parameters(hidden_size, params_dtype, device)
@@ -203,6 +206,20 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
         more = self.return_bias or self.return_layernorm_output or self.checkpoint
         plain = not more and type(self).forward is LayerNormMLP.forward
         return self.ops if plain and is_plain(self.fc1, self.activation, self.fc2) else None
+
+    @property
+    def return_bias(self) -> bool:
+        """Whether calls return the bias of fc2 instead of adding it. It may change between calls."""
+        return getattr(self.fc2, "return_bias", False)
+
+    @return_bias.setter
+    def return_bias(self, returns: bool) -> None:
+        self.fc2.return_bias = returns
+
+    @property
+    def return_layernorm_output(self) -> bool:
+        """Whether calls also return what fc1 multiplies."""
+        return len(self._head) > 1
 
     @property
     def ops(self) -> tuple[Op, ...]:

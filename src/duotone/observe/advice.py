@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 
 from duotone.observe.candidates import EXACT, REFERENCE, Formats, Gemm, file_text, rules_for
 from duotone.recipes import names
+from duotone.recipes.builtin import RuleRecipe
 from duotone.recipes.recipe import Recipe
-from duotone.recipes.rules import RuleRecipe
 from duotone.text import aligned, in_units, shorten
 
 BETTER = 3.0

@@ -10,11 +10,10 @@ import torch
 from duotone import recipes
 from duotone.errors import UserError
 from duotone.formats import Format
-from duotone.recipes.limits import Table
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, PLANES_OF_GEMM, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import Rule
-from duotone.recipes.tables import text_of
+from duotone.recipes.tables import Table, text_of
 
 UNIFORM = ("bf16", "fp8-current", "fp8-rowwise", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4")
 """The recipes whose formats are tried by default."""

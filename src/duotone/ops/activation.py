@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,10 @@ class ActivationStage(ProducerStage):
     activation: Activation
     keeps: bool
     refusal = ""
+
+    @property
+    def is_bindable(self) -> bool:  # type: ignore[override]
+        return self.activation.kernel != ""  # else a user's functions may do what no signature decides
 
     def replay(self, x: Tensor, operands: Sequence[Tensor], saved: Saved | None) -> tuple[Tensor, ...]:
         return (self.activation.value(x),)
@@ -84,8 +89,18 @@ class ActivationOp(Op, nn.Module):
 
     def __init__(self, kind: str, params: Mapping[str, float] | None = None) -> None:
         super().__init__()
-        self.kind, self.params = kind, dict(params or {})
+        self._kind, self._params = kind, dict(params or {})
         self._build()
+
+    @property
+    def kind(self) -> str:
+        """The name of the activation."""
+        return self._kind
+
+    @property
+    def params(self) -> Mapping[str, float]:
+        """The numbers of the activation by name."""
+        return MappingProxyType(self._params)
 
     def _build(self) -> None:
         function = activation(self.kind, self.params)

@@ -72,7 +72,7 @@ class IdentityStage(PlainStage):
 class BiasStage(PlainStage):
     """x (*lead, N), bias (N,) -> x + bias."""
 
-    arity, reads = (1,), (False, False)
+    arity, reads, is_bindable = (1,), (False, False), True
 
     def value(self, x: Tensor, bias: Tensor) -> Tensor:
         return x + bias
@@ -177,9 +177,19 @@ class Bias(BasicOp):
 class ConstantScale(BasicOp):
     """Multiplies by a number."""
 
+    stage: ScaleStage
+
     def __init__(self, scale: float) -> None:
         super().__init__()
         self.scale = scale
+
+    @property
+    def scale(self) -> float:
+        """The number, which may change between calls."""
+        return self.stage.scale
+
+    @scale.setter
+    def scale(self, scale: float) -> None:
         self.stage = ScaleStage(scale)
 
 
@@ -188,9 +198,17 @@ class Dropout(BasicOp):
 
     def __init__(self, p: float) -> None:
         super().__init__()
+        self.p = p
+
+    @property
+    def p(self) -> float:
+        """The probability of a zero, which may change between calls."""
+        return self._by_keeps[True].p
+
+    @p.setter
+    def p(self, p: float) -> None:
         if not 0 <= p <= 1:
             raise UserError(f"dropout has probability {p}; give one from 0 to 1")
-        self.p = p
         self._by_keeps = {keeps: DropoutStage(p, keeps) for keeps in (False, True)}
 
     def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
@@ -201,10 +219,16 @@ class Dropout(BasicOp):
 class Reshape(BasicOp):
     """x.reshape(shape); one dimension may be -1."""
 
+    stage: ReshapeStage
+
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
-        self.shape = tuple(shape)
-        self.stage = ReshapeStage(self.shape)
+        self.stage = ReshapeStage(tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the output, as it was given."""
+        return self.stage.shape
 
     def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
         width, rows = self._sizes(info)

@@ -5,8 +5,8 @@ without the memory of the high-precision tensor between the two. GELU and the no
 kernel may round their values the other way if they are next to a tie (`kernels/activations.py`, `norms.py`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from duotone.ops.basic import ProducerStage
 from duotone.ops.norm import NormStage
 from duotone.pipeline.rewrites import RULES, register_rule, replace_pairs
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.tensor.context import Slot
 from duotone.tensor.plane import DeferredPlane, Plane, Usage
 
 if TYPE_CHECKING:
@@ -43,6 +44,22 @@ class Pair(Stage):
         return (*self.first.arity, *self.second.arity)
 
     @property
+    def is_bindable(self) -> bool:  # type: ignore[override]
+        return self.first.is_bindable and self.second.is_bindable
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:  # type: ignore[override]
+        return self.first.slots + self.second.slots
+
+    @property
+    def gradient_slots(self) -> tuple[Slot, ...]:  # type: ignore[override]
+        return self.first.gradient_slots + self.second.gradient_slots
+
+    def opened(self, slots: Mapping[Slot, Slot]) -> "Pair":
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return replace(self, **{name: part and part.opened(slots) for name, part in parts.items()})  # type: ignore
+
+    @property
     def rolls_forward_alone(self) -> bool:
         return self.second.rolls_forward_alone or self.first.rolls_forward_alone
 
@@ -61,6 +78,12 @@ class CastForward(Pair):
     lean: LinearStage | None = None
     """With `recompute_columnwise`, the linear without the columnwise plane. Backward encodes that plane again, from the
     tensors that the producer saves."""
+
+    @property
+    def is_bindable(self) -> bool:  # type: ignore[override]
+        operand = self.second.plan.input
+        keeps_moment = self.lean is not None and (any(operand.slots) or operand.stream is not None)
+        return super().is_bindable and not keeps_moment
 
     def run(self, x: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, Sequence[Saved], Sequence[Tensor]]:
         *of_producer, weight, bias, seed = operands

@@ -43,6 +43,7 @@ class NormStage(ProducerStage):
     arity = (2,)
     refusal = ""
     reads = (True, True, False)
+    is_bindable = True
 
     def replay(self, x: Tensor, operands: Sequence[Tensor], saved: Saved | None) -> tuple[Tensor, ...]:
         return (self.kernel.replay(*self._inputs(x, *operands), self.eps).to(x.dtype),)
@@ -184,10 +185,20 @@ class Norm(Op, nn.Module):
         shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
         if len(shape) != 1:
             raise UserError(f"{type(self).__name__} normalises the last dimension; got {tuple(shape)}: flatten it")
-        self.normalized_shape, self.eps, self.zero_centered_gamma = tuple(shape), eps, zero_centered_gamma
+        self.normalized_shape = tuple(shape)
         self._norm = NormOp(self, self.kind, eps, zero_centered_gamma)
         self._norm.make_parameters(shape[0], params_dtype or dtype, device)
         self._norm.gradients = SummedOver.ranks(tp_group)
+
+    @property
+    def eps(self) -> float:
+        """The number that is added to the variance."""
+        return self._norm.eps
+
+    @property
+    def zero_centered_gamma(self) -> bool:
+        """Whether the weight stands for 1 + weight."""
+        return self._norm.zero_centered
 
     def set_tensor_parallel_group(self, tp_group: "ProcessGroup") -> None:
         """Sum gradients over another group, if the norm has one."""

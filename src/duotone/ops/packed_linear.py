@@ -1,6 +1,6 @@
 """PackedLinear: several linears with one input, as one linear. Its weight is their weights, one below the other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class PackedLinear(Op):
     ) -> tuple[Stage, TensorInfo, Tensor, Tensor | None]:
         linears = self.linears
         trained = any([linear.weight.requires_grad for linear in linears])
-        stage = linears[0].plans.stage(info, trained, None, linears[0].weight.dtype)
+        stage = linears[0].plans.stage(info, trained, None, linears[0].weight.dtype, is_joined=True)
         assert isinstance(stage, LinearStage)
         if not self._agree(stage, linears[1:], info, trained):
             raise Apart
@@ -76,7 +76,10 @@ class PackedLinear(Op):
         )
 
     def _agree(self, stage: LinearStage, others: Linears, info: TensorInfo, trained: bool) -> bool:
-        stages = [stage, *(linear.plans.stage(info, trained, None, linear.weight.dtype) for linear in others)]
+        stages = [
+            stage,
+            *(linear.plans.stage(info, trained, None, linear.weight.dtype, is_joined=True) for linear in others),
+        ]
         if self.agreement is not None and self.agreement[0] == stages:
             return self.agreement[1]
         agree = not why_apart([each.plan for each in stages])
@@ -154,22 +157,25 @@ def is_dense(tensor: object) -> bool:
     return type(tensor) in PLAIN or (torch.compiler._is_exporting_flag and type(tensor) is FakeTensor)
 
 
-def pack(linears: Sequence[nn.Module]) -> None:
+def pack(linears: Sequence[nn.Module], memories: Mapping[int, int]) -> None:
     """Put the weights of linears, and their biases, one after the other in memory, so that `joined` copies nothing.
 
-    The parameters stay the same objects. Nothing moves if some share memory with others, or lie on several devices.
+    The parameters stay the same objects. Nothing moves if some share memory with other processes or parameters, or lie
+    on several devices. `memories` says how many parameters of the model lie in each storage, by its address in C++.
     """
     for kind in ("weight", "bias"):
         parameters = [p for linear in linears if (p := linear._parameters.get(kind)) is not None]
-        if len(set(parameters)) == len(linears) and all(_is_movable(p, parameters[0]) for p in parameters):
+        if len(set(parameters)) == len(linears) and all(_is_movable(p, parameters[0], memories) for p in parameters):
             whole = torch.cat([p.detach() for p in parameters])
             for p, piece in zip(parameters, whole.split([p.shape[0] for p in parameters]), strict=True):
                 p.data = piece
 
 
-def _is_movable(p: Tensor, like: Tensor) -> bool:
+def _is_movable(p: Tensor, like: Tensor, memories: Mapping[int, int]) -> bool:
     """Whether a parameter has memory that nobody else has, and can lie beside `like`."""
     if type(p) is not nn.Parameter or p.is_meta or not p.is_contiguous():
         return False
-    alone = p.untyped_storage().nbytes() == p.numel() * p.element_size()
+    storage = p.untyped_storage()
+    alone = storage.nbytes() == p.numel() * p.element_size() and memories[storage._cdata] == 1
+    alone = alone and (p.is_cuda or not p.is_shared())  # torch takes all CUDA tensors for shared
     return alone and p.dtype is like.dtype and p.device == like.device and p.shape[1:] == like.shape[1:]

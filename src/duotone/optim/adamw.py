@@ -101,9 +101,9 @@ class AdamW(Optimizer):
             return self._step(None)
         if not compiling and "torch._dynamo" not in sys.modules:
             return self._step(closure)
-        from duotone.optim.uncompiled import step_uncompiled  # loads the compiler
+        from duotone.state.uncompiled import call_with_masters  # loads the compiler
 
-        return step_uncompiled(self, closure)  # type: ignore[no-any-return]
+        return call_with_masters(AdamW._step, self, closure)  # type: ignore[no-any-return]
 
     def _step(self, closure: Callable[[], float] | None) -> float | None:
         if is_capturing() and not all(group["capturable"] for group in self.param_groups):
@@ -180,6 +180,10 @@ class AdamW(Optimizer):
         """Give the state of a parameter its dtypes and, if it is stored, a master. Count the step."""
         state, mark, shard = self.state[parameter], self._marks.get(parameter), shard_of(parameter)
         stored = stored_dtypes(parameter, state, group)
+        if isinstance(shard, QuantizedTensor) and (
+            mark is None or mark.is_load or mark.shows_write(Mark.of(parameter))
+        ):
+            shard.fit_slots()  # a tensor that shares its planes, and has no slots, may have written them
         if "master" not in stored:
             state.pop("master", None)
         elif "master" not in state:

@@ -71,7 +71,8 @@ class Mark(NamedTuple):
     memory: StorageWeakRef
     """Weak, which prevents that the address is used again."""
     offset: int | torch.SymInt
-    version: int
+    version: tuple[int, int]
+    """Of the parameter, and of the buffer of its codes: another tensor may hold that, and write it."""
     dtype: torch.dtype
     format: Format | None
     """None for a plain parameter."""
@@ -80,13 +81,17 @@ class Mark(NamedTuple):
     @staticmethod
     def of(parameter: Tensor, *, is_load: bool = False) -> "Mark":
         """The mark of the present state of a parameter."""
-        codes, fmt, version = shard_of(parameter), None, version_of(parameter)
+        codes, fmt = shard_of(parameter), None
         if isinstance(codes, QuantizedTensor):
             plane = codes.planes.rowwise or codes.planes.columnwise
             if plane is not None:
                 codes, fmt = plane.parts["codes"], plane.format
-        memory = StorageWeakRef(codes.untyped_storage())
+        memory, version = StorageWeakRef(codes.untyped_storage()), (version_of(parameter), version_of(codes))
         return Mark(memory, codes.storage_offset(), version, parameter.dtype, fmt, is_load)
+
+    def shows_write(self, now: "Mark") -> bool:
+        """Whether the parameter, with the mark `now`, has other memory or was written since."""
+        return (self.memory, self.offset, self.version) != (now.memory, now.offset, now.version)
 
 
 def adopt_writes(parameter: Tensor, master: Tensor, mark: Mark) -> None:
@@ -97,13 +102,14 @@ def adopt_writes(parameter: Tensor, master: Tensor, mark: Mark) -> None:
 
     - A parameter that was converted to another format, and not written, keeps its master.
     - A master that rounds at random cannot be rounded again. It takes all values if a new version shows a write.
-    - Writes to a plain parameter through `.data` leave no version and are overwritten: docs/limits.md.
+    - Writes to a plain parameter through `.data`, or through another tensor in its memory, leave no version and are
+      overwritten. `torch.autograd.graph.increment_version(parameter)` after such a write counts it: docs/limits.md.
     """
     now = Mark.of(parameter)
     is_moved = now.memory != mark.memory or now.offset != mark.offset
-    if not is_moved and now.version == mark.version:
+    if not mark.shows_write(now):
         return
-    if now.format != mark.format and vars(parameter).get(CONVERTED) == (mark.version, now.version):
+    if now.format != mark.format and vars(parameter).get(CONVERTED) == (mark.version[0], now.version[0]):
         return
     shard = shard_of(parameter)
     values, expected = values_of(shard), _rounded(shard, master, mark.dtype)

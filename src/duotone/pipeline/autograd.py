@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,35 +13,26 @@ from torch.autograd.function import FunctionCtx
 from duotone.errors import UserError
 from duotone.graph_ops import as_of_now
 from duotone.numbered import never_compiled
-from duotone.pipeline.stage import Gradients, Saved, Stages
+from duotone.pipeline.bound import Bindings
+from duotone.pipeline.second_order import Exact
+from duotone.pipeline.stage import Gradients, Needs, Saved, SavedContext, Shells, Stages, pack, unpack
 from duotone.state.frames import FORWARD
 from duotone.tensor import QuantizedTensor
-from duotone.tensor.plane import DeferredPlane, Plane
-
-if TYPE_CHECKING:
-    from duotone.pipeline.second_order import Exact
 
 T = TypeVar("T")
 Outputs = Tensor | tuple[Any, ...]
 """y, or (y, *extra outputs)."""
 
-Shells = list[list[Any]]
-"""A saved value without its buffers: (format, shape, part names) of a plane, TENSOR of a tensor,
-(DEFERRED, make, number of tensors) of a deferred plane. None and tuples of one element stand for themselves."""
-
-TENSOR, DEFERRED = "tensor", "deferred"
 is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
 are_transforms_active = torch._C._are_functorch_transforms_active
 
 
-class PipelineContext(FunctionCtx):
+class PipelineContext(SavedContext):
     """What the forward of a pipeline saves for its backward."""
 
     backward_of: "Backward"
     extra: int  # outputs after y
-    shells: Shells  # of what each basic stage saved, then `backward_of.again`
-    needs_input_grad: tuple[bool, ...]
-    saved_tensors: tuple[Tensor, ...]
+    bound: Bindings | None  # what runs the backward
     maybe_clear_saved_tensors: Callable[[], None]
     _input_metadata: Sequence[Tensor]  # the shape, dtype and device of each output
 
@@ -50,7 +40,8 @@ class PipelineContext(FunctionCtx):
 class Backward(NamedTuple):
     """The stages of the backward pass, in the order of forward; they stand for the same basic stages.
 
-    `again` is for backwards under `create_graph`. Compilers do not trace those and get None.
+    `again` is for backwards under `create_graph`. Compilers do not trace those and get None. `bound` runs forwards, and
+    gives what runs their backwards; None where stages run themselves.
     """
 
     stages: Stages
@@ -59,6 +50,7 @@ class Backward(NamedTuple):
     """Whether no other autograd.Function runs the forward."""
     repeated: Mapping[int, int] | None = None
     """In a trace: places among x and the operands whose tensor the function gets only once, at an earlier place."""
+    bound: "Bindings | None" = None
 
 
 class PipelineFunction(torch.autograd.Function):
@@ -66,32 +58,25 @@ class PipelineFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: PipelineContext, forward: Stages, backward: Backward, x: Tensor, *operands: object) -> Outputs:
-        saved: list[Saved] = []
-        outputs: list[Tensor] = []
-        y, at = x, 0
-        if backward.repeated:
-            inputs = x, *operands
-            operands = tuple([inputs[backward.repeated.get(at, at)] for at in range(1, len(inputs))])
-        for stage in forward:
-            end = at + sum(stage.arity)
-            y, saved_here, extra = stage.run(y, operands[at:end])
-            at = end
-            saved += saved_here
-            if extra:
-                outputs += extra
-        ctx.backward_of, ctx.extra = backward, len(outputs)
+        ctx.backward_of, ctx.bound = backward, None
+        if backward.bound is not None:
+            outputs, tensors, ctx.shells, ctx.extra, ctx.bound = backward.bound([x, *operands])
+        else:
+            if backward.repeated:
+                inputs = x, *operands
+                operands = tuple([inputs[backward.repeated.get(at, at)] for at in range(1, len(inputs))])
+            outputs, tensors, ctx.shells, ctx.extra = run_forward(forward, backward.again, x, operands)
         if backward.again is not None:
-            ctx.materialize_grads = bool(outputs)  # y alone nearly always has a gradient
-            saved.append(backward.again.save(x, operands, outputs))
-        ctx.shells, tensors = pack(saved)
-        if backward.again is None:
+            ctx.materialize_grads = len(outputs) > 1  # y alone nearly always has a gradient
+        else:
             tensors = [t if t is None or isinstance(t, QuantizedTensor) else as_of_now(t) for t in tensors]
         ctx.save_for_backward(*tensors)  # type: ignore[arg-type]  # None is allowed
-        return (y, *outputs) if outputs else y
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     @staticmethod
     def backward(ctx: PipelineContext, *gradients: Tensor) -> Gradients:
-        run, again = run_backward, ctx.backward_of.again
+        run = run_backward if ctx.bound is None else run_bound_backward
+        again = ctx.backward_of.again
         if gradients[0] is None:
             y = ctx._input_metadata[0]
             gradients = torch.zeros(tuple(y.shape), dtype=y.dtype, device=y.device), *gradients[1:]
@@ -109,6 +94,39 @@ class PipelineFunction(torch.autograd.Function):
             return run(ctx, gradients)
 
 
+def run_forward(
+    stages: Stages, again: "Exact | Refused | None", x: Tensor, operands: tuple[Any, ...]
+) -> tuple[list[Tensor], list[Tensor | None], Shells, int]:
+    """y and the outputs after it; what backward needs, as flat tensors and their shells; the extra outputs of stages.
+
+    Outputs that `again` adds come last and do not count.
+    """
+    saved: list[Saved] = []
+    outputs = [x]
+    at = 0
+    for stage in stages:
+        end = at + sum(stage.arity)
+        outputs[0], saved_here, extra = stage.run(outputs[0], operands[at:end])
+        at = end
+        saved += saved_here
+        if extra:
+            outputs += extra
+    count = len(outputs) - 1
+    if again is not None:
+        saved.append(again.save(x, operands, outputs))
+    shells, tensors = pack(saved)
+    return outputs, tensors, shells, count
+
+
+def run_bound_backward(ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Gradients:
+    """`run_backward` of a forward that was bound."""
+    assert ctx.bound is not None
+    needs, tensors = ctx.needs_input_grad[2:], [*gradients[: 1 + ctx.extra], *ctx.saved_tensors]
+    if len(ctx.backward_of.stages) > 1:
+        ctx.maybe_clear_saved_tensors()
+    return ctx.bound(tensors, (ctx.shells, ctx.extra, needs), needs)  # type: ignore[no-any-return]
+
+
 def run_backward(
     ctx: PipelineContext, gradients: tuple[Tensor, ...], tensors: Sequence[Tensor] | None = None
 ) -> Gradients:
@@ -116,35 +134,41 @@ def run_backward(
 
     `tensors` are the saved tensors if they are known: a checkpoint hands them out once.
     """
-    needs, extra = ctx.needs_input_grad, ctx.extra
+    needs, stages = ctx.needs_input_grad[2:], ctx.backward_of.stages
     if repeated := ctx.backward_of.repeated:
-        needs = *needs[:2], *[needs[2 + repeated.get(at, at)] for at in range(len(needs) - 2)]
+        needs = tuple([needs[repeated.get(at, at)] for at in range(len(needs))])
     saved = unpack(ctx.shells, ctx.saved_tensors if tensors is None else tensors)
-    stages, outputs = ctx.backward_of.stages, gradients[1:]
-    last, at = len(saved) - (ctx.backward_of.again is not None), len(needs)
-    if len(stages) == 1:  # in less host time
-        dx, single = stages[0].run_backward(gradients[0], saved[:last], needs[FIXED:], outputs[:extra])
-        return None, None, dx if needs[2] else None, *single
-    if tensors is None and not torch.compiler.is_dynamo_compiling():
+    if ctx.backward_of.again is not None:
+        del saved[-1]  # what second derivatives need
+    if len(stages) > 1 and tensors is None and not torch.compiler.is_dynamo_compiling():
         # Unless the graph is kept, the saved tensors of a stage are freed before the next stage runs.
         ctx.maybe_clear_saved_tensors()
-    handed: list[Any] = [gradients[0]]
+    return None, None, *differentiate(stages, [gradients[0]], gradients[1 : 1 + ctx.extra], saved, needs)
+
+
+def differentiate(
+    stages: Stages, handed: list[Any], outputs: Sequence[Tensor], saved: list[Saved], needs: Needs
+) -> list[Tensor | None]:
+    """The gradients of x and of all operands. `needs` says which are needed.
+
+    `handed` holds the gradient of y and `saved` what each basic stage saved. Both are emptied on the way: no other
+    reference keeps the gradient of a stage in memory when that is done with it.
+    """
+    extra, last, at = len(outputs), len(saved), len(needs)
     of_operands: list[Tensor | None] = []
     for stage in reversed(stages):
         first, start = last - len(stage.arity), at - sum(stage.arity)
         of_stage = outputs[extra - stage.extra_outputs : extra] if stage.extra_outputs else ()
         saved_here = saved[first:last]
         del saved[first:]
-        # Popped: no other reference keeps the gradient in memory when the stage is done with it.
         dx, gradients_here = stage.run_backward(handed.pop(), saved_here, needs[start:at], of_stage)
         handed.append(dx)
         del dx
         of_operands = [*gradients_here, *of_operands]
         last, extra, at = first, extra - stage.extra_outputs, start
-        if not any(needs[2:at]):
+        if not any(needs[:at]):
             break  # earlier stages saved nothing
-    missing = at - FIXED
-    return None, None, handed[0] if needs[2] else None, *[None] * missing, *of_operands
+    return [handed[0] if needs[0] else None, *[None] * (at - 1), *of_operands]
 
 
 def run_traced_backward(ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Gradients:
@@ -214,51 +238,6 @@ class Runner:
 
 
 RUNNER = Runner()
-FIXED = 3
-"""Arguments before the operands: the stages of both passes, and x."""
-
-
-def pack(saved: Sequence[Saved]) -> tuple[Shells, list[Tensor | None]]:
-    """The saved values of each basic stage, as shells and a flat list of buffers."""
-    shells: Shells = []
-    tensors: list[Tensor | None] = []
-    for each in saved:
-        entry: list[object] = []
-        shells.append(entry)
-        for one in each:
-            if isinstance(one, Plane):
-                entry.append((one.format, one.shape, tuple(one.parts)))
-                tensors.extend(one.parts.values())
-            elif isinstance(one, Tensor):
-                entry.append(TENSOR)
-                tensors.append(one)
-            elif isinstance(one, DeferredPlane):
-                entry.append((DEFERRED, one.make, len(one.tensors)))
-                tensors.extend(one.tensors)
-            else:
-                entry.append(one)
-    return shells, tensors
-
-
-def unpack(shells: Shells, tensors: Sequence[Any]) -> list[Saved]:
-    """The inverse of `pack`. A second backward may call it again."""
-    remaining = iter(tensors)
-    saved: list[Saved] = []
-    for each in shells:
-        values: list[object] = []
-        for shell in each:
-            if shell is None or len(shell) == 1:
-                values.append(shell)
-            elif shell is TENSOR:
-                values.append(next(remaining))
-            elif shell[0] is DEFERRED:
-                _, make, count = shell
-                values.append(DeferredPlane(make, tuple(islice(remaining, count))))
-            else:
-                fmt, shape, names = shell
-                values.append(Plane(fmt, dict(zip(names, remaining, strict=False)), shape))
-        saved.append(tuple(values))
-    return saved
 
 
 class GradientContext(FunctionCtx):
@@ -328,6 +307,13 @@ class Refused:
     def transformed(self, forward: Stages, backward: Backward, x: Tensor, *operands: object) -> NoReturn:
         """UserError: transforms need a second derivative."""
         self.check()
+
+
+def second_order(stages: Stages, name: str) -> Exact | Refused:
+    """How backwards under `create_graph` go through the stages of the module `name`."""
+    basics = tuple(basic for stage in stages for basic in stage.basics)
+    refusal = next((basic.refusal for basic in basics if basic.refusal), "")
+    return Refused(f"{name or 'a module'}: {refusal}") if refusal else Exact(basics)
 
 
 def is_transformed() -> bool:

@@ -1,7 +1,7 @@
 """DeferredOutput: the output of an op that runs later: in the pipeline of its reader, or when other code reads it."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class Reader(Protocol):
 
 
 class Unchanged:
-    """Tensors for a later reader. UserError if one was written to in place since."""
+    """Tensors for a later reader. UserError if one was written to in place since, or got other memory."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         self._tensors = tensors
@@ -51,13 +51,14 @@ class Unchanged:
         """The tensors. UserError if one was written to."""
         if self._current() != self._versions:
             raise UserError(
-                "the input of a fused norm was changed in place before its output was read; "
-                "write x = x + y instead of x += y, or call duotone.revert(model)"
+                "the input or a weight of a fused norm was changed in place before its output was read; write "
+                "x = x + y instead of x += y, read the output before weights change, or call duotone.revert(model)"
             )
         return self._tensors
 
-    def _current(self) -> list[int]:
-        return [0 if tensor is None else tensor._version for tensor in self._tensors]
+    def _current(self) -> list[tuple[int, int]]:
+        real = [x for x in self._tensors if x is not None]
+        return [(0 if x.is_inference() else x._version, x.untyped_storage()._cdata) for x in real]
 
 
 class DeferredOutput(Tensor):
@@ -71,14 +72,19 @@ class DeferredOutput(Tensor):
     """Whether gradients were enabled where the op was called."""
     reader: Reader
     computed: Tensor | None
+    is_passed_by = False
+    """Whether a pipeline ran from the source, so that no gradient of its readers comes through this tensor."""
+
     outputs: dict[tuple[object, ...], Tensor]
     """Outputs that one pipeline computed together, by who will ask for them."""
 
     @staticmethod
-    def __new__(cls, source: Tensor, reader: Reader, tracks: bool) -> "DeferredOutput":
+    def __new__(cls, inputs: Unchanged, reader: Reader, tracks: bool) -> "DeferredOutput":
+        source = inputs.tensors[0]
+        assert source is not None
         options = {"dtype": source.dtype, "device": source.device, "strides": source.stride()}
         self = Tensor._make_wrapper_subclass(cls, source.shape, **options)
-        self.inputs, self.reader, self.outputs, self.computed = Unchanged((source,)), reader, {}, None
+        self.inputs, self.reader, self.outputs, self.computed = inputs, reader, {}, None
         self.tracks = tracks
         return self
 
@@ -91,11 +97,12 @@ class DeferredOutput(Tensor):
 
     @property
     def is_watched(self) -> bool:
-        """Whether a gradient has to stop at this tensor, or to pass through it.
+        """Whether a gradient has to stop at this tensor, or to pass through it, or other code has its values.
 
-        A reentrant checkpoint reads without gradients what is tracked, and gives its recompute a plain tensor.
+        That code may write to them. A reentrant checkpoint reads without gradients what is tracked, and gives its
+        recompute a plain tensor.
         """
-        if torch.is_grad_enabled() != self.tracks:
+        if self.computed is not None or torch.is_grad_enabled() != self.tracks:
             return True
         return bool(self._backward_hooks) or (self.requires_grad and (self.is_leaf or self.retains_grad))
 
@@ -121,6 +128,31 @@ class DeferredOutput(Tensor):
         """The address of the values, which are computed now if they were not before."""
         return self.materialize().data_ptr()
 
+    def register_hook(self, hook: Callable[..., object]) -> Any:
+        """As of a tensor. UserError after a pipeline ran, whose gradients the hook would not see."""
+        self._require_gradients()
+        return super().register_hook(hook)
+
+    def retain_grad(self) -> None:
+        """As of a tensor. UserError as of `register_hook`."""
+        self._require_gradients()
+        super().retain_grad()
+
+    def _require_gradients(self) -> None:
+        if self.is_passed_by:
+            raise UserError(
+                "the output of a fused norm was read by a pipeline, whose gradients do not come through it; register "
+                "the hook before the output is read, or call duotone.revert(model)"
+            )
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The memory of the values."""
+        return self.materialize().untyped_storage()
+
+    def share_memory_(self) -> Tensor:  # type: ignore[override]
+        """The values in shared memory, as a plain tensor."""
+        return self.materialize().share_memory_()
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.materialize()!r})"
 
@@ -142,8 +174,7 @@ class Defer(torch.autograd.Function):
     def forward(ctx: DeferContext, reader: Reader, tracks: bool, *inputs: Tensor | None) -> DeferredOutput:
         # Not as saved tensors: hooks, such as offloading, would copy them, and a backward through here is rare.
         ctx.reader, ctx.inputs = reader, Unchanged(inputs)
-        assert inputs[0] is not None
-        return DeferredOutput(inputs[0], reader, tracks)
+        return DeferredOutput(ctx.inputs, reader, tracks)
 
     @staticmethod
     @once_differentiable

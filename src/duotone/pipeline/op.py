@@ -11,11 +11,19 @@ from torch.autograd import forward_ad
 
 from duotone.errors import UserError
 from duotone.formats.format import require_dense
-from duotone.pipeline.autograd import RUNNER, Backward, Outputs, apply_traced, are_transforms_active, is_transformed
+from duotone.pipeline.autograd import (
+    RUNNER,
+    Backward,
+    Outputs,
+    apply_traced,
+    are_transforms_active,
+    is_transformed,
+    second_order,
+)
+from duotone.pipeline.bound_pipeline import bindings_of
 from duotone.pipeline.channels import Channels
 from duotone.pipeline.deferred import DeferredOutput
 from duotone.pipeline.rewrites import RULES, rewrite, rewrite_traced
-from duotone.pipeline.second_order import second_order
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.pipeline.stage import Stage
 from duotone.pipeline.titles import title
@@ -205,16 +213,14 @@ def run(
     extra: Sequence[object],
     first: bool | Tensor | None,
     owner: object,
-    may_trace: bool = True,
     spread: "Spread | None" = None,
 ) -> Any:
     """Link the ops and run them as one pipeline. `owner` is the module that remembers rewritten tuples.
 
-    DTensors run outside of compiled graphs, without `may_trace`. `spread` says how the DTensor lies on its mesh whose
-    local tensor is `x`.
+    `spread` says how the DTensor lies on its mesh whose local tensor is `x`.
     """
     if type(x) is not Tensor and (type(x) is DeferredOutput or is_distributed(x)):
-        return _special_run(x, may_trace)(ops, x, extra, first, owner)
+        return _special_run(x)(ops, x, extra, first, owner)
     info = info_of(x, owner, spread)
     x = x if info.dtype is x.dtype else x.to(info.dtype)
     count, linked, stages = 0, [], ()
@@ -254,17 +260,23 @@ def run(
     return y
 
 
-def _special_run(x: Tensor, may_trace: bool) -> Callable[..., Any]:
+def _special_run(x: Tensor) -> Callable[..., Any]:
     """The function that runs a call whose input is deferred or a DTensor."""
-    if type(x) is DeferredOutput:
-        return x.reader.read
-    if may_trace and (torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules):
-        from duotone.pipeline.uncompiled import run_uncompiled  # loads the compiler
+    return x.reader.read if type(x) is DeferredOutput else _run_outside_of_graphs
 
-        return run_uncompiled
+
+def _run_outside_of_graphs(*arguments: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules:
+        from duotone.state.uncompiled import call_with_dtensors  # loads the compiler
+
+        return call_with_dtensors(_run_spread, *arguments)
+    return _run_spread(*arguments)
+
+
+def _run_spread(*arguments: Any) -> Any:
     from duotone.pipeline.spread import run_spread  # loads DTensor
 
-    return run_spread
+    return run_spread(*arguments)
 
 
 def _accepted(
@@ -305,5 +317,6 @@ def _rewritten(
         forward, backward = rewrite(stages)
         again = second_order(stages, owner.get("module_name", ""))
         rolls = any(stage.rolls_forward_alone for stage in stages)
-        entry = cache[key] = forward, Backward(backward, again, alone), rolls
+        of_backward = Backward(backward, again, alone)
+        entry = cache[key] = forward, of_backward._replace(bound=bindings_of(forward, of_backward)), rolls
     return entry

@@ -1,4 +1,4 @@
-"""Second derivatives of a pipeline, torch.func and forward-mode AD: exact in high precision, one error elsewhere."""
+"""Second derivatives of a pipeline in high precision, torch.func and forward-mode AD."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,16 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from duotone.pipeline.autograd import Backward, Outputs, PipelineContext, Refused, unpack
-from duotone.pipeline.stage import Gradients, Saved, Stage, Stages
+from duotone.pipeline.stage import Gradients, Saved, SavedContext, Stage, Stages, unpack
 from duotone.tensor import QuantizedTensor
-
-
-def second_order(stages: Stages, name: str) -> "Exact | Refused":
-    """How backwards under `create_graph` go through the stages of the module `name`."""
-    basics = tuple(basic for stage in stages for basic in stage.basics)
-    refusal = next((basic.refusal for basic in basics if basic.refusal), "")
-    return Refused(f"{name or 'a module'}: {refusal}") if refusal else Exact(basics)
 
 
 class Exact:
@@ -41,7 +33,7 @@ class Exact:
                 saved.append((value,))
         return tuple(saved)
 
-    def differentiate(self, ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Gradients:
+    def differentiate(self, ctx: SavedContext, gradients: tuple[Tensor, ...]) -> Gradients:
         """The gradients of `PipelineFunction.backward`, with a graph."""
         *saved, packed = unpack(ctx.shells, ctx.saved_tensors)
         needs = ctx.needs_input_grad[2:]
@@ -69,7 +61,7 @@ class Exact:
     def check(self) -> None:
         """Raises nothing: torch.func and forward-mode AD go through."""
 
-    def transformed(self, forward: Stages, backward: Backward, x: Tensor, *operands: object) -> Outputs:
+    def transformed(self, forward: Stages, backward: object, x: Tensor, *operands: object) -> Tensor | tuple[Any, ...]:
         """The outputs of the pipeline under such a transform. Takes the arguments of `PipelineFunction.apply`."""
         plain = [t.dequantize(x.dtype) if isinstance(t, QuantizedTensor) else t for t in operands]
         y, *extra = self.run(x, plain, [None] * len(self.stages))

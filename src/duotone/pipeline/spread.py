@@ -97,7 +97,7 @@ def run_spread(
         local = to_local(x, Partial() if cut else spread.placement)
         if output.dim and spread.cuts_last and not output.cuts_last:  # to be scattered: (ranks * first dimension, ...)
             local = local.unflatten(output.dim, (x.device_mesh.size(), -1)).movedim(output.dim, 0).flatten(0, 1)
-        y = pipeline.run((one,), local, (), first, owner, False, spread)
+        y = pipeline.run((one,), local, (), first, owner, spread)
         if spread.dim and not spread.cuts_last and output.cuts_last:  # gathered: (ranks * first dimension, ...)
             y = y.unflatten(0, (-1, spread.shape[0])).movedim(0, spread.dim).flatten(spread.dim, spread.dim + 1)
         x = LocalPieces(y, name) if output.of_pieces else from_local(y, output)

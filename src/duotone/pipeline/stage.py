@@ -1,13 +1,19 @@
 """A stage: one step of a layer as a forward and a backward over tensors, without parameters or state.
 
+What a forward saves reaches backward as a flat list of tensors and their shells.
 Modules and fusible ops are tuples of stages; `pipeline/autograd.py` runs them in one autograd function.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from duotone.tensor.context import Slot
+from duotone.tensor.plane import DeferredPlane, Plane
 
 Saved = tuple[Any, ...]
 """What backward needs: planes and tensors, which autograd holds, or a 1-tuple of a value that it must not replace.
@@ -20,6 +26,12 @@ Needs = tuple[bool, ...]
 
 Gradients = tuple[Tensor | None, ...]
 """Gradients of the input, then of the operands."""
+
+Shells = list[list[Any]]
+"""A saved value without its buffers: (format, shape, part names) of a plane, TENSOR of a tensor,
+(DEFERRED, make, number of tensors) of a deferred plane. None and tuples of one element stand for themselves."""
+
+TENSOR, DEFERRED = "tensor", "deferred"
 
 
 class Stage:
@@ -40,6 +52,17 @@ class Stage:
     def basics(self) -> tuple["Stage", ...]:
         """The basic stages that this stage stands for, in their order."""
         return (self,)
+
+    is_bindable = False
+    """Whether the plan and shapes decide all calls of torch and of kernels, so that `bound.py` may record them."""
+    slots: tuple[Slot, ...] = ()
+    """The delayed slots that each forward opens, if the stage is bindable."""
+    gradient_slots: tuple[Slot, ...] = ()
+    """Those that each backward opens."""
+
+    def opened(self, slots: Mapping[Slot, Slot]) -> "Stage":
+        """The stage of one call, which has opened slots."""
+        return self
 
     @property
     def rolls_forward_alone(self) -> bool:
@@ -79,3 +102,54 @@ class Stage:
 
 
 Stages = tuple[Stage, ...]
+
+
+class SavedContext(FunctionCtx):
+    """What a forward saves for its backward."""
+
+    shells: Shells  # of what each basic stage saved, then of what a backward under `create_graph` needs
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
+
+
+def pack(saved: Sequence[Saved]) -> tuple[Shells, list[Tensor | None]]:
+    """The saved values of each basic stage, as shells and a flat list of buffers."""
+    shells: Shells = []
+    tensors: list[Tensor | None] = []
+    for each in saved:
+        entry: list[object] = []
+        shells.append(entry)
+        for one in each:
+            if isinstance(one, Plane):
+                entry.append((one.format, one.shape, tuple(one.parts)))
+                tensors.extend(one.parts.values())
+            elif isinstance(one, Tensor):
+                entry.append(TENSOR)
+                tensors.append(one)
+            elif isinstance(one, DeferredPlane):
+                entry.append((DEFERRED, one.make, len(one.tensors)))
+                tensors.extend(one.tensors)
+            else:
+                entry.append(one)
+    return shells, tensors
+
+
+def unpack(shells: Shells, tensors: Sequence[Any]) -> list[Saved]:
+    """The inverse of `pack`. A second backward may call it again."""
+    remaining = iter(tensors)
+    saved: list[Saved] = []
+    for each in shells:
+        values: list[object] = []
+        for shell in each:
+            if shell is None or len(shell) == 1:
+                values.append(shell)
+            elif shell is TENSOR:
+                values.append(next(remaining))
+            elif shell[0] is DEFERRED:
+                _, make, count = shell
+                values.append(DeferredPlane(make, tuple(islice(remaining, count))))
+            else:
+                fmt, shape, names = shell
+                values.append(Plane(fmt, dict(zip(names, remaining, strict=False)), shape))
+        saved.append(tuple(values))
+    return saved

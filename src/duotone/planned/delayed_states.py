@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from duotone.comm import group_ranks
 from duotone.dispatch.stages import amax_of
 from duotone.errors import RecipeError
+from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from duotone.pipeline.titles import title
 from duotone.planned.parametrizations import weights_of
@@ -19,10 +20,11 @@ from duotone.state import rolling
 from duotone.state.delayed import DelayedState
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import AmaxMode
-from duotone.state.torch_private import real_tensors
+from duotone.state.torch_private import is_faking, real_tensors
 from duotone.tensor import History, QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.fsdp import shard_of
+from duotone.tensor.gathers import shard_behind
 from duotone.tensor.history import clips
 from duotone.tensor.plane_tensor import PlaneTensor, plain
 
@@ -221,6 +223,21 @@ def renew_outgrown(module: "Planned") -> bool:
                         each.forget(range(len(each.largest)))
                 return True
     return False
+
+
+def attach(weight: QuantizedTensor, operand: OperandPlan) -> None:
+    """Let writes of a held weight, and of the shard behind it, follow the slots of its plan.
+
+    The scale of a slot may clip a weight that was written while it followed no slots, or others, as a copy does before
+    its first forward. Then the slot starts anew, with a scale that fits.
+    """
+    context, shard = operand.context, shard_behind(weight)
+    is_held = shard is not weight or weight.gathers is None  # else FSDP2 gathered planes of a plain weight
+    is_new = is_held and shard.context.slots != context.slots and not is_faking()
+    for held in (weight, shard):
+        held.context = QuantizeContext(held.context.shard, context.slots, propagate=context.propagate)
+    if is_new:
+        weight.fit_slots()
 
 
 def _clips(state: DelayedState, slot: int, weight: QuantizedTensor, values: Tensor) -> bool:

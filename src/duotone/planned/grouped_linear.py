@@ -71,7 +71,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
         keep_initialiser(self, init_method)
         self.layout = layout
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
-        self.use_bias, self.return_bias = bias, return_bias
+        self._has_biases, self.return_bias = bias, return_bias
         self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
         self.save_original_input = save_original_input
@@ -167,9 +167,14 @@ class GroupedLinear(PlannedGroup, nn.Module):
         return tensors_of(self, "weight")["weight"].unbind(0) if members else weights
 
     @property
+    def use_bias(self) -> bool:
+        """Whether each expert has a bias."""
+        return self._has_biases
+
+    @property
     def biases(self) -> tuple[Tensor | None, ...]:
         """The bias of each expert, (out_features,); all None without biases."""
-        if not self.use_bias:
+        if not self._has_biases:
             return (None,) * self.num_gemms
         if self.single_grouped_bias:
             return tuple(tensors_of(self, "bias")["bias"].unbind(0))

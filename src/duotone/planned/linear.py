@@ -98,7 +98,8 @@ class PlannedLinear(Planned):
                 bias = self._parameters["bias"] if "bias" in self._parameters else self.bias
         require_fit(self, info, weight, bias)
         quantizer = quantizer_of(weight) if isinstance(weight, QuantizedTensor) else None
-        stage = self.plans.stage(info, weight.requires_grad, quantizer, weight.dtype, layout)
+        is_joined = type(weight) is not nn.Parameter
+        stage = self.plans.stage(info, weight.requires_grad, quantizer, weight.dtype, layout, is_joined)
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             stage = self.plans.variant(stage, is_first_microbatch)
         tracked = info.requires_grad

@@ -19,9 +19,8 @@ from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plan import LinearPlan
-from duotone.pipeline.autograd import pack, unpack
 from duotone.pipeline.op import info_of
-from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.pipeline.stage import Gradients, Needs, Saved, Stage, pack, unpack
 from duotone.planned.saved_forwards import FORWARDS, TAKES_NO_VALUES, ForBackward, Token, View
 from duotone.planned.traced_stages import planner_of
 from duotone.state.torch_private import mark_effect

@@ -20,7 +20,7 @@ from duotone.linear.plan_builder import build_plan
 from duotone.linear.plane_source import DEQUANTIZE_HELD, RECORD_IN_GRAPH, USE_HELD, USE_IN_GRAPH
 from duotone.linear.sink import GRADIENT, main_grad
 from duotone.numbered import ByName
-from duotone.pipeline.op import KEEPS, TensorInfo, is_distributed
+from duotone.pipeline.op import KEEPS, TensorInfo
 from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.pipeline.titles import title
 from duotone.planned import delayed_states, trace_errors, traced_stages
@@ -29,7 +29,7 @@ from duotone.planned.opaque_stage import OpaqueStage
 from duotone.planned.parametrizations import reads_without_effect, weights_of
 from duotone.planned.same_recipes import WRAPPED
 from duotone.planned.sent_weights import require_planes
-from duotone.planned.traced_stages import Call, Key, TracedSlot
+from duotone.planned.traced_stages import Call, TracedSlot
 from duotone.planned.weight_options import WeightOptions
 from duotone.planned.weights import demand, follow, is_sent, lacks_rowwise, records_amaxes
 from duotone.recipes.recipe import Recipe, drop_dead
@@ -38,8 +38,8 @@ from duotone.state.autocast_context import active_region
 from duotone.state.region import STACK, AmaxMode, CallRegion, in_backward, mode_now
 from duotone.state.torch_private import SHAPES, in_pipeline
 from duotone.tensor import QuantizedTensor, Quantizer
-from duotone.tensor.context import QuantizeContext, Slot
-from duotone.tensor.gathers import shard_behind
+from duotone.tensor.context import Slot
+from duotone.tensor.gathers import frees_after_forward, shard_behind
 
 if TYPE_CHECKING:
     from duotone.planned.planned import Planned
@@ -79,7 +79,7 @@ class Planner:
         """The name in `bound` whose parameters the delayed states follow now."""
         self.answers: dict[str, dict[str, Quantizer]] = {}
         """What a recipe gave each slot, by the key of the recipe."""
-        self.variants: dict[tuple[PlannedStage, bool | None, bool, bool], PlannedStage] = {}
+        self.variants: dict[tuple[PlannedStage, bool | str | None, bool, bool, bool], PlannedStage] = {}
         """Stages with cached weights or other gradient sinks, by the plain stage."""
         self.compared: set[tuple[str, tuple[str, ...]]] = set()
         """Groups of ranks, with the formats on which all ranks agreed."""
@@ -137,6 +137,7 @@ class Planner:
             save_original_input=module.save_original_input,
             weight_shape=weight.shape,
             weight_dtype=weight.dtype,
+            weight_is_freed=not (call.is_traced or call.is_joined) and frees_after_forward(module),
             linears=module.num_gemms,
             owner=self.owner,
             is_traced=call.is_traced,
@@ -158,10 +159,12 @@ class Planner:
         weight_held: Quantizer | None,
         weight_dtype: torch.dtype,
         layout: Layout | None = None,
+        is_joined: bool = False,
     ) -> PlannedStage:
         """The stage of a call, built once for each recipe, dtype, device, layout and pattern of gradients.
 
         `weight_held`: the quantizer of a quantized weight. `layout`: that of the call, if it is not the module's.
+        `is_joined`: the weight may be a copy of several parameters, which is more than its planes.
         """
         compiling = torch.compiler.is_dynamo_compiling()
         # A program of torch.export has no backward. The blocks of rows of one would limit its batches.
@@ -186,13 +189,13 @@ class Planner:
             mode = AmaxMode.RECORD if tracked else AmaxMode.DEFER if STACK.defers else AmaxMode.USE
             return self._traced(module, recipe, info, grads, mode, group, weight_held, weight_dtype)
         recorded = None if region is None or region.calibrating is None or in_backward() else region.calibrating
-        key = (recipe.key, grads, mode, *info[:2], info.index, group, info.quantizer, weight_held, recorded, layout)
-        last = self.last
-        if last is not None and last[0] == key:
+        of_call = info.quantizer, weight_held, recorded, layout, is_joined
+        key = (recipe.key, grads, mode, *info[:2], info.index, group, *of_call)
+        if (last := self.last) is not None and last[0] == key:
             return last[1]
         stage = self.stages.get(key)
         if stage is None:
-            call = Call(info.place, info.dtype, grads, info.quantizer, layout)
+            call = Call(info.place, info.dtype, grads, info.quantizer, layout, is_joined=is_joined)
             stage = self.resolve(recipe, call, group, mode, recorded)
             self._drop_dead_plans()
             self.stages[key] = stage
@@ -236,15 +239,6 @@ class Planner:
                 trace_errors.refuse_amaxes()
             stage = stage.with_weights_from(RECORD_IN_GRAPH)
         return stage.of_module(self.handle) if stage.plan.is_delayed else stage
-
-    def has_weight(self, key: Key, dtype: torch.dtype) -> bool:
-        """Whether the weight still has the dtype and the formats that a key was built for."""
-        module = self.module
-        with reads_without_effect(module):
-            if any(map(is_distributed, module.weight_owners(0))):  # FSDP2 has not gathered the block of this module
-                return False
-            formats = module.weights[0].dtype is not dtype, traced_stages.formats_of(module.weight_held)
-        return (key.weight_is_cast, key.weight_held) == formats
 
     def answer(self, recipe: Recipe) -> dict[str, Quantizer]:
         """The quantizer that a recipe gives each slot. A recipe that is a function is called once per slot."""
@@ -351,9 +345,9 @@ class Planner:
             return [plan] * module.num_gemms
         numbers = delayed_states.states_of_call(module, plan, group, mode)
         for member, weight in enumerate(weights_of(module)):
-            for held in (weight, shard_behind(weight)) if isinstance(weight, QuantizedTensor) else ():
-                context = delayed_states.with_slots(plan, numbers, group, AmaxMode.RECORD, member).weight.context
-                held.context = QuantizeContext(held.context.shard, context.slots, propagate=context.propagate)
+            if isinstance(weight, QuantizedTensor):
+                followed = delayed_states.with_slots(plan, numbers, group, AmaxMode.RECORD, member)
+                delayed_states.attach(weight, followed.weight)
         return [delayed_states.with_slots(plan, numbers, group, mode, member) for member in range(module.num_gemms)]
 
     def prepare(self, recipe: Recipe) -> None:
@@ -393,8 +387,8 @@ class Planner:
             for weight in module.weights:
                 if weight.requires_grad:
                     main_grad(weight)
-        flagged = isinstance(first, Tensor)
-        key = stage, None if flagged else first, flagged, overwrites
+        flag = "tensor" if isinstance(first, Tensor) else first
+        key = stage, flag, overwrites, module.fuse_wgrad_accumulation, module.delay_wgrad_compute
         if key not in self.variants:
             self.variants[key] = module.make_variant(stage, first, overwrites)
         return self.variants[key]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from duotone.comm import group_size, require_same
+from duotone.comm import ShardContext, agree, group_size, require_same
 from duotone.comm.pieces import piece_of
 from duotone.dispatch.stages import amaxes_of
 from duotone.errors import UserError
@@ -30,7 +30,7 @@ from duotone.tensor.fsdp import BEFORE, cuts_of
 from duotone.tensor.gathers import COLUMNWISE, ROWWISE, Gathers, fsdp_groups
 from duotone.tensor.plane import Planes, Usage
 from duotone.tensor.plane_tensor import PlaneTensor
-from duotone.tensor.shards import AnsweredShard, agree, ask, spans
+from duotone.tensor.quantizer import encodes_alone
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -229,8 +229,8 @@ class SentWeight:
             sent = zip(SIDES, slots, (row, col), strict=True)
             self.slots = {side: (slot, FixedScale(self.shard)) for side, slot, fmt in sent if slot and fmt}
             slots = tuple(self.slots[side][1] if side in self.slots else None for side in SIDES)
-        self.answers = {side: AnsweredShard(*next(iter(cuts), self.cuts[0])) for side, cuts in self.amax_cuts.items()}
-        self.contexts = {side: replace(plan.weight.context, shard=self.answers[side], slots=slots) for side in SIDES}
+        shards = {side: ShardContext(*next(iter(cuts), self.cuts[0])) for side, cuts in self.amax_cuts.items()}
+        self.contexts = {side: replace(plan.weight.context, shard=shards[side], slots=slots) for side in SIDES}
 
     def _cuts_that_share(self, side: Usage) -> list[tuple[str, int]]:
         """The cuts whose ranks agree on an amax before they encode a plane."""
@@ -238,7 +238,7 @@ class SentWeight:
         if fmt is None or (side is COLUMNWISE and self.gathers.derives):
             return []
         turned = side is COLUMNWISE and not fmt.is_derivable
-        return [cut for cut in self.cuts if fmt.is_delayed or spans(fmt, 1 - cut[1] if turned else cut[1])]
+        return [cut for cut in self.cuts if fmt.is_delayed or fmt.spans(1 - cut[1] if turned else cut[1])]
 
     def require_same_planes(self) -> None:
         """UserError on all ranks if they would gather different planes. The first gather of a model compares them."""
@@ -274,30 +274,40 @@ class SentWeight:
                         sent.prepare(param.param_dtype or param.orig_dtype, param._orig_size[0])
                     yield sent
 
+    @property
+    def piece(self) -> Tensor:
+        """This rank's rows, which it encodes."""
+        values = self.values.to(self.dtype)
+        return values if self.is_even else piece_of(values, self.rows, self.step, self.cuts[0][0])
+
     def plane(self, side: Usage, context: QuantizeContext) -> Planes:
         """The plane that `side` names, of this rank's rows."""
         assert self.weight is not None
-        values = self.values.to(self.dtype)
-        if not self.is_even:
-            values = piece_of(values, self.rows, self.step, self.cuts[0][0])
-        planes = self.weight.quantizer.encode(values, side, context)
+        planes = self.weight.quantizer.encode(self.piece, side, context)
         if self.dtype is self.gathered_dtype:
             return planes
         # A plane in high precision has one dtype in all gathers. A call under torch.autocast casts it again.
         each = (p.map(lambda x: x.to(self.gathered_dtype)) if p and p.format == IDENTITY else p for p in planes)
         return Planes(*each)
 
-    def amax(self, side: Usage) -> Tensor:
-        """The amax that all shards have to agree on before this rank's rows are encoded."""
-        context = self.contexts[side]
-        amax = ask(lambda shard: self.plane(side, replace(context, shard=shard)), self.answers[side].dim)
-        assert amax is not None
-        return amax
+    def is_measured_whole(self, side: Usage) -> bool:
+        """Whether the amax of a plane is the largest magnitude of the weight."""
+        fmt = self.gathers.formats[0 if side is ROWWISE else 1]
+        assert fmt is not None and self.weight is not None
+        return fmt.is_delayed or (fmt.scales_by_tensor and encodes_itself(self.weight.quantizer))
+
+    def amax(self, side: Usage) -> Tensor | None:
+        """The amax that all shards have to agree on before this rank's rows are encoded, if it is known."""
+        assert self.weight is not None
+        if not encodes_alone(self.weight.quantizer):
+            return None
+        row, col = self.weight.quantizer.shared_amaxes(self.piece, side, self.contexts[side])
+        return col if row is None else row
 
     def agreed(self, side: Usage) -> Planes:
         """The plane that `side` names under what all shards agreed on."""
-        self.answers[side].answers[:] = [self.amaxes[side]] if side in self.amaxes else []
-        return self.plane(side, self.contexts[side])
+        amax = self.amaxes.get(side)
+        return self.plane(side, replace(self.contexts[side], amaxes=(amax, amax)))
 
     def planes(self, usage: Usage) -> Planes:
         """The planes of this rank's rows that `usage` names, and a rowwise one that another is derived from."""
@@ -321,16 +331,12 @@ def agree_on_amaxes(weights: Sequence[SentWeight], in_forward: bool) -> None:
     for weight in weights:
         weight.stamp, weight.is_sent = weight.writes, False
         weight.dtype = weight.dtype_now if in_forward else weight.dtype
-        assert weight.weight is not None
-        for side, cuts in weight.amax_cuts.items():
-            fmt = weight.gathers.formats[0 if side is ROWWISE else 1]
-            if not cuts or fmt is None:
-                continue
-            if fmt.is_delayed or (fmt.scales_by_tensor and encodes_itself(weight.weight.quantizer)):
+        for side in [side for side, cuts in weight.amax_cuts.items() if cuts]:
+            if weight.is_measured_whole(side):
                 direct.setdefault(weight.dtype, []).append((weight, side))
-                continue
-            requests.append((weight, side))
-            amaxes.append(weight.amax(side))
+            elif (amax := weight.amax(side)) is not None:
+                requests.append((weight, side))
+                amaxes.append(amax)
     for dtype, of_dtype in direct.items():  # rounding keeps the order of magnitudes
         measured = amaxes_of([weight.shard.detach() for weight, _ in of_dtype])
         moved = [amax.to(weight.device) for amax, (weight, _) in zip(measured, of_dtype, strict=True)]

@@ -20,7 +20,9 @@ from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, define_op
 from duotone.linear.layout import Layout
 from duotone.numbered import ByName, Numbered, attribute_name, constant_in_traces, with_guards, without_guards
+from duotone.pipeline.op import is_distributed
 from duotone.planned.answers import Answers, shared, warn_of_identities
+from duotone.planned.parametrizations import reads_without_effect
 from duotone.planned.trace_errors import leave_to_eager
 from duotone.recipes.recipe import drop_dead, keep_for_graphs, recipe_of
 from duotone.state import seeds
@@ -50,6 +52,7 @@ class Call(NamedTuple):
     input_held: Quantizer | None = None
     layout: Layout | None = None
     is_traced: bool = False
+    is_joined: bool = False
 
 
 class Key(NamedTuple):
@@ -324,7 +327,7 @@ def plan_name(fields: tuple[Any, ...]) -> str:
             is_traced=True,
         )
         # A trace may replace parameters (torch.func.functional_call), so that no module has such a weight.
-        planner = next((each for each in alike if each.has_weight(key, call.dtype)), alike[0])
+        planner = next((each for each in alike if _has_weight(each.module, key, call.dtype)), alike[0])
         mode = AMAX_MODES[key.mode]
         try:
             stage = planner.template(name, recipe_of(key.recipe), call, mode)
@@ -361,3 +364,12 @@ def _drop_dead(config: str) -> None:
     living = dict(names)
     drop_dead(living)
     _forget(config, names.keys() - living.keys())
+
+
+def _has_weight(module: "Planned", key: Key, dtype: torch.dtype) -> bool:
+    """Whether the weight of a module still has the dtype and the formats that a key was built for."""
+    with reads_without_effect(module):
+        if any(map(is_distributed, module.weight_owners(0))):  # FSDP2 has not gathered the block of this module
+            return False
+        formats = module.weights[0].dtype is not dtype, formats_of(module.weight_held)
+    return (key.weight_is_cast, key.weight_held) == formats

@@ -23,7 +23,7 @@ from duotone.state.delayed import DelayedState
 from duotone.state.parameters import construction
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
-from duotone.tensor.fsdp import link_shards, shard_of
+from duotone.tensor.fsdp import link_shards, shard_of, version_of
 from duotone.tensor.plane import Usage
 from duotone.tensor.plane_tensor import ENTRY, INIT_VALUE, PlaneTensor, mark_entry
 
@@ -324,6 +324,8 @@ class ShardedParameters:
         parameters = self.__dict__.get("_parameters", {}) if isinstance(value, nn.Parameter) else {}
         if name in parameters and (is_distributed(value) or is_distributed(parameters[name])):
             _hand_slots(parameters[name], value)
+            if is_distributed(parameters[name]):  # FSDP2 gathers without a new version
+                value.version_of_shard = version_of(parameters[name])  # type: ignore[union-attr]
             parameters[name] = value
         else:
             super().__setattr__(name, value)
@@ -343,6 +345,7 @@ class ShardedParameters:
         _require_same_recipe(self)  # type: ignore[arg-type]
         _require_gradients(self)  # type: ignore[arg-type]
         send_planes(self)  # type: ignore[arg-type]
+        self.plans.forget_stages()  # type: ignore[attr-defined]
         return super().register_load_state_dict_post_hook(hook)  # type: ignore[misc]
 
     def require_whole(self) -> None:

@@ -8,15 +8,15 @@ from duotone.recipes.builtin import (
     HighPrecision,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    RuleRecipe,
 )
 from duotone.recipes.custom import CustomRecipe
 from duotone.recipes.delayed import DelayedScalingRequest, Format, check_requests
-from duotone.recipes.library import any_from_dict, from_dict, load, load_any, load_schedule, names, schedule_names
+from duotone.recipes.library import from_dict, load, names, schedule_names
 from duotone.recipes.recipe import Recipe, RecipeLike, align_size
 from duotone.recipes.roles import QuantizerRole, Site
-from duotone.recipes.rules import OUTPUT_HEAD, Rule, RuleRecipe, first_match, unmatched
-from duotone.recipes.schedule import Phase, Schedule
-from duotone.recipes.tables import dumps
+from duotone.recipes.rules import OUTPUT_HEAD, Rule, first_match, unmatched
+from duotone.recipes.schedule import Phase, Schedule, any_from_dict, dumps, load_any, load_schedule
 
 __all__ = [
     "OUTPUT_HEAD", "CustomRecipe", "DelayedScaling", "DelayedScalingRequest", "Float8BlockScaling",

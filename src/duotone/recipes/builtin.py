@@ -1,6 +1,9 @@
-"""The built-in recipes, each a few lines from role to formats. Names and defaults are Transformer Engine's."""
+"""The recipes that tables describe: those of ordered rules, and the built-in ones.
 
-from dataclasses import dataclass
+Each built-in recipe is a few lines from role to formats. Names and defaults are Transformer Engine's.
+"""
+
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -8,10 +11,15 @@ import torch
 from duotone import formats
 from duotone.errors import RecipeError, one_of
 from duotone.recipes.delayed import FP8_FORMATS, DelayedOptions, fp8_element
-from duotone.recipes.recipe import Recipe
-from duotone.recipes.roles import LINEAR, SLOTS, QuantizerRole
+from duotone.recipes.recipe import Recipe, as_recipe, table_of
+from duotone.recipes.roles import ANYWHERE, LINEAR, SLOTS, QuantizerRole, Site
+from duotone.recipes.rules import Rule, first_match, first_rule
+from duotone.recipes.tables import Table, check_title
+from duotone.tensor.history import History
 from duotone.tensor.quantizer import Quantizer
 
+ATTENTION_FIELDS = ("fp8_dpa", "fp8_mha")
+"""The request of a recipe of rules to its base: see `asks_for`."""
 FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -203,3 +211,81 @@ BUILTIN: dict[str, type[Recipe]] = {
         NVFP4BlockScaling,
     )
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleRecipe(Recipe):
+    """A recipe of ordered rules. A role that no rule matches gets the quantizer of `base`, or stays in high precision.
+
+    Only quantizers come from `base`. Options such as strict or evaluation are those of this recipe. `history` has the
+    parameters of delayed formats, None for the defaults.
+    """
+
+    rules: tuple[Rule, ...]
+    title: str = "rules"
+    base: Recipe | None = None
+    history: History | None = None
+    kind: ClassVar[str] = "rules"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rules, tuple) or not all(isinstance(rule, Rule) for rule in self.rules):
+            raise RecipeError(f"rules is {self.rules!r}; give a tuple of duotone.recipes.Rule")
+        check_title(self.title)
+        if self.history is not None and not isinstance(self.history, History):
+            raise RecipeError(f"history is {self.history!r}; give a duotone.tensor.History")
+        if self.base is not None:
+            object.__setattr__(self, "base", as_recipe("base", self.base))
+        super().__post_init__()
+        if self.base is None:
+            return
+        for field in fields(Recipe):
+            of_base, of_self = getattr(self.base, field.name), getattr(self, field.name)
+            if of_base not in (field.default, of_self) and field.name not in ATTENTION_FIELDS:
+                remedy = f"and a base gives quantizers alone: set {field.name} in this recipe"
+                raise RecipeError(f"base {self.base.name} has {field.name}, {remedy}")
+
+    @property
+    def name(self) -> str:
+        return self.title
+
+    @property
+    def alignment(self) -> int:
+        return 128
+
+    def assign(self, role: QuantizerRole | None) -> Quantizer:
+        return self.quantizer(role)
+
+    def quantizer(
+        self, role: QuantizerRole | None, site: Site = ANYWHERE, slot: QuantizerRole | None = None
+    ) -> Quantizer:
+        quantizer = first_match(self.rules, role, site, self.history, slot)
+        if quantizer is not None:
+            return quantizer
+        if self.base is not None:
+            return self.base.quantizer(role, site, slot)
+        if role is not None and self.strict:
+            remedy = "correct a rule, or end with one that has format = 'identity'"
+            raise RecipeError(f"strict: no rule of recipe {self.title} matches {role}; {remedy}")
+        return Quantizer()
+
+    def attention_quantizer(self, role: QuantizerRole, site: Site = ANYWHERE) -> Quantizer:
+        """The quantizer of a rule or the base. Strict rules that do not name attention leave it in high precision."""
+        quantizer = first_match(self.rules, role, site, self.history)
+        return quantizer or (Quantizer() if self.base is None else self.base.attention_quantizer(role, site))
+
+    def asks_for(self, role: QuantizerRole, site: Site = ANYWHERE) -> bool:
+        """Also where the rule of the role names attention by its module type or its tensor type."""
+        if super().asks_for(role, site):
+            return True
+        rule = first_rule(self.rules, role, site)
+        if rule is None:
+            return self.base is not None and self.base.asks_for(role, site)
+        return not rule.matches(QuantizerRole(name=role.name), site)
+
+    def to_dict(self) -> Table:
+        head: Table = {"name": self.title, **table_of(self, Recipe)}
+        if self.base is not None:
+            head["base"] = self.base.to_dict()
+        if self.history is not None:
+            head["delayed"] = table_of(self.history)
+        return {**head, "rules": [rule.to_dict() for rule in self.rules]}

@@ -10,6 +10,7 @@ from duotone.errors import RecipeError, UserError, require_integers
 from duotone.recipes.delayed import DelayedScalingRequest
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, GRADIENTS, QuantizerRole, Site
+from duotone.recipes.tables import CUSTOM
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import BOTH, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
@@ -30,7 +31,7 @@ class CustomRecipe(Recipe):
 
     qfactory: Factory
     quantization_alignment: int = 128
-    kind: ClassVar[str] = "custom"
+    kind: ClassVar[str] = CUSTOM
     asks_by_slot = True
 
     def __post_init__(self) -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from duotone import formats
 from duotone.errors import RecipeError, UserError, one_of, shown, shown_fields
-from duotone.recipes.limits import Table
 from duotone.recipes.roles import GRADIENTS, QuantizerRole
+from duotone.recipes.tables import Table
 from duotone.tensor.history import History
 from duotone.tensor.quantizer import Quantizer
 

@@ -11,8 +11,8 @@ import torch
 from duotone.errors import RecipeError, one_of, qualified_name, shown_fields
 from duotone.formats import IDENTITY
 from duotone.numbered import Numbered, constant_in_traces
-from duotone.recipes.limits import Table
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site, in_slot, require_known
+from duotone.recipes.tables import Table
 from duotone.tensor.quantizer import Quantizer
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Recipes as data: ordered rules, the first that matches a role decides its formats."""
+"""Rules: conditions on roles, and formats. The first rule that matches a role decides its formats."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 from duotone import formats
 from duotone.errors import RecipeError, UserError, one_of, shown_fields
 from duotone.recipes.conditions import check_layer, check_module_type, check_size, expression, glob, is_layer, is_size
-from duotone.recipes.limits import Table, check_title
-from duotone.recipes.recipe import Recipe, as_recipe, table_of
 from duotone.recipes.roles import (
     ANYWHERE,
     ATTENTION_TYPES,
@@ -21,6 +19,7 @@ from duotone.recipes.roles import (
     QuantizerRole,
     Site,
 )
+from duotone.recipes.tables import Table
 from duotone.tensor.history import History
 from duotone.tensor.quantizer import SOURCES, Quantizer
 
@@ -28,8 +27,6 @@ DIRECTIONS = ("rowwise", "columnwise")
 BY_PLACE = ("module", "module_regex", "layer")
 SIZES = ("out_features", "in_features")
 """In the order of the weight's shape."""
-ATTENTION_FIELDS = ("fp8_dpa", "fp8_mha")
-"""The request of a recipe of rules to its base: see `asks_for`."""
 
 TENSORS = (*TENSOR_TYPES, *BOUNDARIES, *ATTENTION_TYPES)
 CHECKS: dict[str, Callable[[Any], object]] = {
@@ -159,7 +156,7 @@ class Rule:
 
     def to_dict(self) -> Table:
         """The rule as a table of a recipe file, without fields that are at their defaults."""
-        return {k: v for k, v in table_of(self).items() if (k, v) != ("columnwise_source", "original")}
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
     def _format(self, tensor_type: str, direction: str) -> str | None:
         gemm = GEMM_OF_PLANE.get((tensor_type, direction))
@@ -172,84 +169,6 @@ class Rule:
             remedy = f"add {direction}, {gemm + ' ' if gemm else ''}or format ('identity' is high precision)"
             raise RecipeError(f"the rule {self.to_dict()} names no format for {tensor_type} {direction}; {remedy}")
         return name
-
-
-@dataclass(frozen=True, kw_only=True)
-class RuleRecipe(Recipe):
-    """A recipe of ordered rules. A role that no rule matches gets the quantizer of `base`, or stays in high precision.
-
-    Only quantizers come from `base`. Options such as strict or evaluation are those of this recipe. `history` has the
-    parameters of delayed formats, None for the defaults.
-    """
-
-    rules: tuple[Rule, ...]
-    title: str = "rules"
-    base: Recipe | None = None
-    history: History | None = None
-    kind: ClassVar[str] = "rules"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.rules, tuple) or not all(isinstance(rule, Rule) for rule in self.rules):
-            raise RecipeError(f"rules is {self.rules!r}; give a tuple of duotone.recipes.Rule")
-        check_title(self.title)
-        if self.history is not None and not isinstance(self.history, History):
-            raise RecipeError(f"history is {self.history!r}; give a duotone.tensor.History")
-        if self.base is not None:
-            object.__setattr__(self, "base", as_recipe("base", self.base))
-        super().__post_init__()
-        if self.base is None:
-            return
-        for field in fields(Recipe):
-            of_base, of_self = getattr(self.base, field.name), getattr(self, field.name)
-            if of_base not in (field.default, of_self) and field.name not in ATTENTION_FIELDS:
-                remedy = f"and a base gives quantizers alone: set {field.name} in this recipe"
-                raise RecipeError(f"base {self.base.name} has {field.name}, {remedy}")
-
-    @property
-    def name(self) -> str:
-        return self.title
-
-    @property
-    def alignment(self) -> int:
-        return 128
-
-    def assign(self, role: QuantizerRole | None) -> Quantizer:
-        return self.quantizer(role)
-
-    def quantizer(
-        self, role: QuantizerRole | None, site: Site = ANYWHERE, slot: QuantizerRole | None = None
-    ) -> Quantizer:
-        quantizer = first_match(self.rules, role, site, self.history, slot)
-        if quantizer is not None:
-            return quantizer
-        if self.base is not None:
-            return self.base.quantizer(role, site, slot)
-        if role is not None and self.strict:
-            remedy = "correct a rule, or end with one that has format = 'identity'"
-            raise RecipeError(f"strict: no rule of recipe {self.title} matches {role}; {remedy}")
-        return Quantizer()
-
-    def attention_quantizer(self, role: QuantizerRole, site: Site = ANYWHERE) -> Quantizer:
-        """The quantizer of a rule or the base. Strict rules that do not name attention leave it in high precision."""
-        quantizer = first_match(self.rules, role, site, self.history)
-        return quantizer or (Quantizer() if self.base is None else self.base.attention_quantizer(role, site))
-
-    def asks_for(self, role: QuantizerRole, site: Site = ANYWHERE) -> bool:
-        """Also where the rule of the role names attention by its module type or its tensor type."""
-        if super().asks_for(role, site):
-            return True
-        rule = first_rule(self.rules, role, site)
-        if rule is None:
-            return self.base is not None and self.base.asks_for(role, site)
-        return not rule.matches(QuantizerRole(name=role.name), site)
-
-    def to_dict(self) -> Table:
-        head: Table = {"name": self.title, **table_of(self, Recipe)}
-        if self.base is not None:
-            head["base"] = self.base.to_dict()
-        if self.history is not None:
-            head["delayed"] = table_of(self.history)
-        return {**head, "rules": [rule.to_dict() for rule in self.rules]}
 
 
 def require_rules(rules: Sequence[Rule]) -> None:

@@ -1,4 +1,4 @@
-"""A schedule: which recipe each step of a run trains under, as a value."""
+"""A schedule: which recipe each step of a run trains under, as a value and as a table."""
 
 from bisect import bisect_right
 from collections.abc import Callable
@@ -6,8 +6,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from duotone.errors import RecipeError, UserError, require_integers
-from duotone.recipes.limits import Table, check_title
-from duotone.recipes.recipe import Recipe, as_recipe
+from duotone.recipes.library import Resolve, Source, reference
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
+from duotone.recipes.tables import Table, check_title, is_list, is_table, only, text_of, within
+
+KEYS = ("name", "steps", "phases")
+PHASE_KEYS = ("from", "recipe", "convert_parameters")
 
 
 @dataclass(frozen=True)
@@ -122,3 +126,50 @@ class Schedule:
         """JSON-ready; `duotone.recipes.any_from_dict` reads it back."""
         head = {"name": self.title} | ({} if self.steps is None else {"steps": self.steps})
         return {**head, "phases": [phase._row() for phase in self.phases]}
+
+
+def load_any(name_or_path: str) -> Recipe | Schedule:
+    """The recipe or the schedule of that name or file."""
+    return _any(Source().find(name_or_path))
+
+
+def load_schedule(name_or_path: str) -> Schedule:
+    """The schedule of that name, or of that TOML or JSON file. RecipeError if there is none, or if it is wrong."""
+    schedule = load_any(name_or_path)
+    if not isinstance(schedule, Schedule):
+        raise RecipeError(f"{name_or_path} is a recipe, not a schedule: use duotone.recipes.load, or add [[phases]]")
+    return schedule
+
+
+def any_from_dict(data: object, *, where: str = "recipe", default_name: str = "rules") -> Recipe | Schedule:
+    """A recipe or a schedule from its `to_dict` form."""
+    return _any(Source(data, where, default_name))
+
+
+def _any(source: Source) -> Recipe | Schedule:
+    return source.read(_schedule) if source.is_schedule else source.recipe
+
+
+def _schedule(data: Table, resolve: Resolve, default_name: str) -> Schedule:
+    only(data, KEYS, "a schedule")
+    rows = data["phases"]
+    if not is_list(rows) or not rows or not all(map(is_table, rows)):
+        raise RecipeError("a schedule needs [[phases]] with from and recipe; add at least one")
+    title = data.get("name", default_name)
+    return Schedule(tuple(_phase(i, row, resolve) for i, row in enumerate(rows, 1)), data.get("steps"), title)
+
+
+def _phase(number: int, row: Table, resolve: Resolve) -> Phase:
+    where = f"phase {number}"
+    only(row, PHASE_KEYS, where)
+    missing = next((key for key in ("from", "recipe") if key not in row), None)
+    if missing:
+        raise RecipeError(f"{where} has no {missing}; give from = a step or a fraction, and recipe = a name or a file")
+    recipe = reference(row["recipe"], resolve, f"{where}: recipe")
+    with within(where):
+        return Phase(recipe, row["from"], row.get("convert_parameters", False))
+
+
+def dumps(value: RecipeLike | Schedule) -> str:
+    """TOML that `load` or `load_schedule` reads back; functions appear by name and are not read back."""
+    return text_of((value if isinstance(value, Schedule) else as_recipe("dumps", value)).to_dict())

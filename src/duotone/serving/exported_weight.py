@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from duotone.comm import ShardContext
 from duotone.dispatch.stages import stages_for
 from duotone.errors import UserError
 from duotone.formats import Format, Parts
@@ -17,7 +16,6 @@ from duotone.serving.schemes import Scheme, global_scale
 from duotone.serving.tensor_file import TensorSpec, split_rows
 from duotone.tensor import Plane, QuantizedTensor
 from duotone.tensor.plane_tensor import plain
-from duotone.tensor.shards import AnsweredShard, ask
 from duotone.text import aligned
 
 
@@ -160,17 +158,13 @@ class ExportedWeight:
 
     def _encoded(self, error: "Error") -> Iterator[tuple[Format, Parts, tuple[int, int]]]:
         """The parts of planes, some rows at a time, under the scales of the whole weight."""
-
-        def encode(rows: Tensor, shard: ShardContext | None) -> Parts:
-            shared = None if self.amax is None else self.amax.to(rows.device)
-            return self.format.encode(rows, amax=shared, shard=shard, stages=stages_for(rows))
-
-        agreed: list[Tensor] = []
-        if self.format.spans_rows and self.amax is None:
-            amaxes = [ask(lambda shard, x=rows: encode(x, shard)) for rows in self.rows()]
-            agreed = [torch.stack([amax for amax in amaxes if amax is not None]).amax(0)]
+        whole = self.amax
+        if self.format.spans(0) and whole is None:
+            amaxes = [self.format.shared_amax(rows, 0, stages_for(rows)) for rows in self.rows()]
+            whole = torch.stack([amax for amax in amaxes if amax is not None]).amax(0)
         for rows in self.rows():
-            parts = encode(rows, AnsweredShard("", answers=[*agreed]) if agreed else None)
+            shared = None if whole is None else whole.to(rows.device)
+            parts = self.format.encode(rows, amax=shared, stages=stages_for(rows))
             shape = rows.shape[0], rows.shape[1]
             error.add(Plane(self.format, parts, shape).dequantize(torch.float32), rows)
             yield self.format, parts, shape

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from duotone import formats
 from duotone.conversion.default_rules import adapters, heads, routers
 from duotone.conversion.experts import PREFIX, holds_experts, linear_names
-from duotone.conversion.left_alone import left_alone
 from duotone.conversion.naming import wrapped_by
+from duotone.conversion.skipped import skipped_modules
 from duotone.conversion.transposed import is_transposed
 from duotone.errors import UserError
 from duotone.formats import IDENTITY, Format
@@ -41,7 +41,7 @@ def selected_weights(
     A weight in high precision is encoded from `dtype`. None stands for what a forward at the place of this call reads:
     the dtype of torch.autocast, else that of the weight.
     """
-    others, outputs = {*left_alone(model), *routers(model)}, heads(model)
+    others, outputs = {*skipped_modules(model), *routers(model)}, heads(model)
     weights: Weights = {}
     refused: dict[str, nn.Module] = {}
     for owner, module in model.named_modules():
@@ -75,7 +75,7 @@ def is_within(owner: str, pattern: str) -> bool:
 
 def why_none(model: nn.Module) -> str:
     """Why no linear of a model is stored quantized, and what to do."""
-    for name, why in left_alone(model).items():
+    for name, why in skipped_modules(model).items():
         if isinstance(model.get_submodule(name), nn.Linear):
             return f"because linears such as {name} have a forward of their own ({why.text}); export BF16"
     remedy = "call duotone.convert(model, recipe) with another, or export BF16"

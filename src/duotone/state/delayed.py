@@ -1,7 +1,7 @@
 """DelayedState: the scales and the amax history of one module and direction, as module buffers."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,6 @@ from duotone.numbered import Numbered
 from duotone.state import history
 from duotone.state.region import EVALUATION, AmaxMode
 from duotone.tensor.history import History
-
-if TYPE_CHECKING:
-    from duotone.state.rolling import RollTable
 
 
 class Scales:
@@ -41,6 +38,16 @@ class Step:
 
     def __init__(self) -> None:
         self.now = Scales()
+
+
+@dataclass(eq=False)
+class RollTable:
+    """`addresses` int64 (n, 4), see `duotone.kernels.roll`; `limits` fp32 (n,): MAX 2^-margin of each slot."""
+
+    addresses: Tensor
+    limits: Tensor
+    alike: tuple[int, int] = (0, 0)
+    """Equal for states that roll in one launch."""
 
 
 class DelayedState(nn.Module):

@@ -7,7 +7,7 @@ without a graph inside an autograd.Function, as reentrant checkpoints run it, le
 graph that recomputes by itself, because it was compiled with its checkpoint, uses the scale of its own forward, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,8 @@ from duotone.state.delayed import STATES, DelayedState, Scales, state_of
 from duotone.state.region import AMAX_MODES, EVALUATION, AmaxMode, in_backward
 from duotone.state.rolling import pending
 from duotone.state.torch_private import graph_task_id, is_faking
-from duotone.tensor.context import Slot
+from duotone.tensor.context import OpenSlot, Slot
+from duotone.tensor.history import clips
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,13 @@ class DelayedSlot(Slot):
     backward: bool = False
     owner: DelayedState | None = field(init=False, compare=False, repr=False)
 
+    is_openable = True
+    key: tuple[str, str, int] = field(init=False, compare=False, repr=False)
+    """Under which `frames` keeps the scales of a forward."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "owner", STATES.get(self.state))
+        object.__setattr__(self, "key", ("scale", self.state, self.index))
 
     def scale_for(self, x: Tensor) -> Tensor:
         return torch.ops.duotone.delayed_scale(x, self.state, self.index, self.group, self.mode._value_, self.backward)
@@ -62,14 +68,18 @@ class DelayedSlot(Slot):
     @property
     def is_new(self) -> bool:
         """Whether the slot has no scale yet."""
-        return self.index in (self.owner or state_of(self.state)).new
+        return self.index in self.holder.new
+
+    @property
+    def holder(self) -> DelayedState:
+        """The state. UserError if its module is gone."""
+        return self.owner or state_of(self.state)
 
     def for_writes(self) -> Slot:
         return self if self.backward else replace(self, mode=AmaxMode.WRITE)
 
     def events(self) -> tuple[int, int]:
-        skipped, clamped = (self.owner or state_of(self.state)).events[:, self.index].tolist()
-        return skipped, clamped
+        return tuple(self.holder.events[:, self.index].tolist())  # type: ignore[return-value]  # a column has two
 
     def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.place_each(x.device, 1, 0, lambda: amax_of(x))
@@ -78,31 +88,24 @@ class DelayedSlot(Slot):
         self, device: torch.device, count: int, distance: int, amaxes: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """`place` for the first of `count` slots, `distance` apart; `amaxes` measures theirs, fp32 (count,)."""
-        state, scales, mode, record = self.open()
-        scale, live = state.views(self.index, scales)
-        if scale.device != device:
-            raise UserError(f"a delayed scale is on {scale.device} and what it scales on {device}; move one of them")
-        fits = mode in (AmaxMode.FIT, AmaxMode.WRITE) and state.history.first_scale_from_amax
-        if fits and mode is AmaxMode.WRITE and state.step.is_first and not is_capturing():
-            state.forget([self.index])  # the history is of earlier values, and no step has used it
-        new = state.new
-        if fits or (new and mode is not AmaxMode.RECOMPUTE):
-            slots = range(self.index, self.index + distance * (count - 1) + 1, distance or 1)
-            if fits or not new.isdisjoint(slots):
-                scale = self._start(state, slots, amaxes(), mode, fits)
-        return scale, live if record else None
+        return self.open().place_each(device, count, distance, amaxes)
 
     def upcoming(self, amax: Tensor) -> Tensor:
-        state = self.owner or state_of(self.state)
         here = slice(self.index, self.index + 1)
-        return (state.start(here, amax, keep=False) if self.is_new else state.scale)[here].clone()
+        return (self.holder.start(here, amax, keep=False) if self.is_new else self.holder.scale)[here].clone()
+
+    def fit(self, amax: Tensor) -> None:
+        state, here = self.holder, range(self.index, self.index + 1)
+        amax = amax.to(state.scale.device)
+        if not amax.is_meta and clips(amax, self.upcoming(amax), state.largest[self.index]):
+            self.start(state, here, amax, AmaxMode.WRITE, state.history.first_scale_from_amax)
 
     def record(self, amax: Tensor) -> None:
         _, live = self.place_each(amax.device, 1, 0, lambda: amax)
         if live is not None:
             _raise_to(live, amax)
 
-    def _start(self, state: DelayedState, slots: range, amaxes: Tensor, mode: AmaxMode, fits: bool) -> Tensor:
+    def start(self, state: DelayedState, slots: range, amaxes: Tensor, mode: AmaxMode, fits: bool) -> Tensor:
         """The scale of the first slot, fp32 (1,), after slots took theirs from amaxes. An evaluation keeps none."""
         agrees = self.group and state.history.reduce_amax and mode not in EVALUATION
         if agrees and not state.new.isdisjoint(slots):
@@ -115,19 +118,24 @@ class DelayedSlot(Slot):
         """The slot with its present scale. In compiled code and under fake tensors itself: there the op recomputes."""
         if torch.compiler.is_dynamo_compiling() or is_faking():
             return self
-        state = self.owner or state_of(self.state)
         recomputes = self.mode is AmaxMode.RECOMPUTE or (not self.backward and in_backward())
-        return FixedSlot(state, state.used(recomputes), self.index)
+        return FixedSlot(self.holder, self.holder.used(recomputes), self.index)
 
-    def open(self) -> tuple[DelayedState, Scales, AmaxMode, bool]:
-        """The state, the scales and the mode that hold now, and whether the amax is recorded. It will be rolled."""
+    def open(self) -> "OpenDelayedSlot":
+        return self.open_together((self,))[0]
+
+    def open_together(self, slots: Sequence["DelayedSlot"]) -> "list[OpenDelayedSlot]":
+        for at, slot in enumerate(slots):
+            if slot.mode is not self.mode or slot.state != self.state:
+                return [*self.open_together(slots[:at]), *slot.open_together(slots[at:])]
         state, mode, running = self.owner or state_of(self.state), self.mode, graph_task_id() != -1
         if running and mode is AmaxMode.RECORD and not self.backward:
             mode = AmaxMode.RECOMPUTE  # a graph that was compiled for the forward, recomputing
-        step, key = state.step, ("scale", self.state, self.index)
+        step = state.step
         earlier = frames.recomputed() if running and not self.backward else None
         if earlier is not None:
-            step.before, step.deferred = entry = earlier.take(key)
+            entries = [earlier.take(slot.key) for slot in slots]
+            step.before, step.deferred = entries[0]
             record = step.deferred and mode is AmaxMode.RECOMPUTE and earlier.is_first_run
             mode = AmaxMode.RECOMPUTE
         elif running and self.mode is AmaxMode.RECOMPUTE:
@@ -139,13 +147,53 @@ class DelayedSlot(Slot):
             record = state.records(mode)
             scales = step.now
             if mode is AmaxMode.RECOMPUTE:
-                forward = frames.of_graph(key)
+                forward = frames.of_graph(self.key)
                 scales = state.used(True) if forward is None else forward[0]
-            entry = scales, step.deferred
-        if not self.backward:
-            frames.remember(key, entry, for_graph=True)
+            entries = [(scales, step.deferred)] * len(slots)
+        new = () if mode is AmaxMode.RECOMPUTE else state.new
+        opened = []
+        for slot, entry in zip(slots, entries, strict=True):
+            if not self.backward:
+                frames.remember(slot.key, entry, for_graph=True)
+            opened.append(OpenDelayedSlot(slot, state, entry[0], mode, record, slot.index in new))
         pending().add(self.state, self.group, record, running, self.backward)
-        return state, entry[0], mode, record
+        return opened
+
+
+class OpenDelayedSlot(OpenSlot):
+    """A delayed slot that a call has opened, with the scales and the mode that hold for that call."""
+
+    def __init__(
+        self, slot: DelayedSlot, state: DelayedState, scales: Scales, mode: AmaxMode, record: bool, is_new: bool
+    ) -> None:
+        self.slot, self.state, self.scales, self.mode = slot, state, scales, mode
+        self.scale, live = state.views(slot.index, scales)
+        self.live = live if record else None
+        self.fits = mode in (AmaxMode.FIT, AmaxMode.WRITE) and state.history.first_scale_from_amax
+        self.is_new, self.is_steady = is_new, not (is_new or self.fits)
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        return measured_scale(self, x)
+
+    def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.place_each(x.device, 1, 0, lambda: amax_of(x))
+
+    def place_each(
+        self, device: torch.device, count: int, distance: int, amaxes: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        scale, state, mode, first = self.scale, self.state, self.mode, self.slot.index
+        if scale.device != device:
+            raise UserError(f"a delayed scale is on {scale.device} and what it scales on {device}; move one of them")
+        if self.fits and mode is AmaxMode.WRITE and state.step.is_first and not is_capturing():
+            state.forget([first])  # the history is of earlier values, and no step has used it
+        if self.fits or (state.new and mode is not AmaxMode.RECOMPUTE):
+            slots = range(first, first + distance * (count - 1) + 1, distance or 1)
+            if self.fits or not state.new.isdisjoint(slots):
+                scale = self.slot.start(state, slots, amaxes(), mode, self.fits)
+        return scale, self.live
+
+    def fixed(self) -> Slot:
+        return FixedSlot(self.state, self.scales, self.slot.index)
 
 
 @dataclass(frozen=True, eq=False)

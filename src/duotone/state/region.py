@@ -8,7 +8,7 @@ module object at every call, computed ones too: so a `Stack` is such an object.
 import sys
 import types
 import warnings
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -20,7 +20,7 @@ from duotone.numbered import never_compiled
 from duotone.recipes.builtin import HighPrecision
 from duotone.recipes.recipe import Recipe
 from duotone.state import frames
-from duotone.state.starts import Starts
+from duotone.state.starts import UNKNOWN, Region, Starts
 from duotone.state.torch_private import (
     PIPELINES,
     SHAPES,
@@ -73,42 +73,6 @@ def mode_now() -> AmaxMode:
     return AmaxMode.DEFER
 
 
-class Region:
-    """One entry into a context manager, compared by identity. `value` is what it decides."""
-
-    is_open = True
-    is_void = False
-    """Whether another thread or task left the region than the one that entered it, or an interrupt broke its entry or
-    exit. No call follows a void region."""
-
-    in_capture = False
-    """Whether it was entered during the capture of a CUDA graph."""
-
-    run: int | None = None
-    """The backward that ran when it was entered, -1 for none."""
-
-    nodes: int | None = None
-    """How many nodes autograd had made in this thread when it was entered; None in traced code."""
-
-    is_followed = False
-    """Whether a module asked for it, or for a region inside of it. The guards of compiled code ask too."""
-
-    token: "Token[tuple[Region, ...]] | None" = None
-    """Identifies the context that entered it; None in traced code."""
-
-    @property
-    def value(self) -> object:
-        """What it decides: regions of equal values decide the same."""
-        raise NotImplementedError
-
-
-class Unknown(Region):
-    """The region of a thread that was started while threads or tasks had different regions open."""
-
-    is_open = False
-
-
-UNKNOWN = Unknown()
 R = TypeVar("R", bound=Region)
 
 
@@ -118,7 +82,7 @@ class Stack(types.ModuleType, Generic[R]):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.variable: ContextVar[tuple[Any, ...]] = ContextVar(name)
-        self.starts = Starts(UNKNOWN)
+        self.starts = Starts()
         self.shapes_only: tuple[R, ...] | None = None
         """Other regions that hold while only shapes matter, if any."""
         self.was_followed = False

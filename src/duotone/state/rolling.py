@@ -8,7 +8,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
@@ -20,7 +19,7 @@ from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, define_op
 from duotone.numbered import never_compiled
 from duotone.state import history, torch_private
-from duotone.state.delayed import STATES, DelayedState
+from duotone.state.delayed import STATES, DelayedState, RollTable
 from duotone.state.region import STACK, AutocastRegion, Recorded, Recording, outermost_region
 from duotone.state.torch_private import MICROBATCH, PIPELINES, in_pipeline
 from duotone.tensor.history import History
@@ -148,9 +147,7 @@ def pending() -> Pending:
         return torch_private.thread_object(KEY)
     if torch_private.graph_task_id() != -1:
         return OTHERS
-    waiting = Pending()
-    torch_private.set_thread_object(KEY, waiting)
-    return waiting
+    return torch_private.set_thread_object(KEY, Pending())
 
 
 OTHERS = Pending()
@@ -239,16 +236,6 @@ def settle(states: Collection[DelayedState]) -> None:
             are_new, flags = flags[: state.scale.numel()], flags[state.scale.numel() :]
             state.new.difference_update([slot for slot in state.started if not are_new[slot]])
             state.started.clear()
-
-
-@dataclass(eq=False)
-class RollTable:
-    """`addresses` int64 (n, 4), see `duotone.kernels.roll`; `limits` fp32 (n,): MAX 2^-margin of each slot."""
-
-    addresses: Tensor
-    limits: Tensor
-    alike: tuple[int, int] = (0, 0)
-    """Equal for states that roll in one launch."""
 
 
 def roll_all(states: Iterable[DelayedState]) -> None:

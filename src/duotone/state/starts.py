@@ -1,4 +1,4 @@
-"""A new thread starts in the regions that were open in its creator.
+"""A region of a context manager. A new thread starts in the regions that were open in its creator.
 
 Python does not show which thread created another. So each entry and exit of a region records the threads that are
 alive, and the regions that were open when a thread started. The creator may be the main thread or a thread with an open
@@ -9,10 +9,47 @@ import asyncio
 import math
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextvars import Token
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from duotone.state.region import Region
+
+class Region:
+    """One entry into a context manager, compared by identity. `value` is what it decides."""
+
+    is_open = True
+    is_void = False
+    """Whether another thread or task left the region than the one that entered it, or an interrupt broke its entry or
+    exit. No call follows a void region."""
+
+    in_capture = False
+    """Whether it was entered during the capture of a CUDA graph."""
+
+    run: int | None = None
+    """The backward that ran when it was entered, -1 for none."""
+
+    nodes: int | None = None
+    """How many nodes autograd had made in this thread when it was entered; None in traced code."""
+
+    is_followed = False
+    """Whether a module asked for it, or for a region inside of it. The guards of compiled code ask too."""
+
+    token: "Token[tuple[Region, ...]] | None" = None
+    """Identifies the context that entered it; None in traced code."""
+
+    @property
+    def value(self) -> object:
+        """What it decides: regions of equal values decide the same."""
+        raise NotImplementedError
+
+
+class Unknown(Region):
+    """The region of a thread that was started while threads or tasks had different regions open."""
+
+    is_open = False
+
+
+UNKNOWN = Unknown()
+
 
 Regions = tuple[Any, ...]
 Owner = tuple[threading.Thread, asyncio.Task[object] | None]
@@ -35,8 +72,7 @@ class Entered(NamedTuple):
 class Starts:
     """The open regions of all threads of one stack, and what each thread started from."""
 
-    def __init__(self, unknown: "Region") -> None:
-        self.unknown = unknown
+    def __init__(self) -> None:
         self._time = 0
         self.open: dict[Region, Entered] = {}
         self._first_seen: weakref.WeakKeyDictionary[threading.Thread, int] = weakref.WeakKeyDictionary()
@@ -44,7 +80,7 @@ class Starts:
         self._choosing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._lock = threading.RLock()  # a generator that is collected may leave its region at any time
 
-    def record_entry(self, region: "Region", regions: Regions) -> None:
+    def record_entry(self, region: Region, regions: Regions) -> None:
         """Note that the calling thread opened a region; `regions` is its stack, with the new one last."""
         with self._lock:
             self._time += 1
@@ -54,7 +90,7 @@ class Starts:
             self._choosing.add(thread)
             self.open[region] = Entered(self._time, (thread, _task()), regions)
 
-    def record_exit(self, region: "Region") -> None:
+    def record_exit(self, region: Region) -> None:
         """Threads that were started in the region keep what they started from."""
         with self._lock:
             entered = self.open.get(region)
@@ -94,7 +130,7 @@ class Starts:
         if innermost:
             innermost.setdefault((threading.main_thread(), None), ())
         decisions = {regions[-1].value if regions else None for regions in innermost.values()}
-        return (self.unknown,) if len(decisions) > 1 else next(iter(innermost.values()), ())
+        return (UNKNOWN,) if len(decisions) > 1 else next(iter(innermost.values()), ())
 
 
 def _task() -> asyncio.Task[object] | None:

@@ -6,6 +6,8 @@ A release that drops one of them breaks here, or in tests/state and tests/module
 import ctypes
 import itertools
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, ModuleType
@@ -49,12 +51,26 @@ thread_object = torch._C._get_obj_in_tls
 """An object of a thread. torch hands it to the threads of the backwards that this thread starts."""
 
 
-def set_thread_object(key: str, value: object) -> None:
-    """Let `thread_object(key)` give `value` in this thread and in those of its backwards."""
+ENDING = threading.local()
+"""What Python destroys as it ends a thread, by the key of an object of the thread."""
+
+
+class Mark:
+    """Lives as long as the thread that made it."""
+
+
+def set_thread_object(key: str, value: Any) -> Any:
+    """Let `thread_object(key)` give `value` in this thread, until it ends, and in those of its backwards. Return it.
+
+    Torch drops its reference as the system ends the thread. Then the interpreter may be gone, and the process aborts.
+    """
+    ENDING.__dict__[key] = mark = Mark()
+    weakref.finalize(mark, getattr(torch._C, "_remove_obj_from_tls", lambda key: None), key)  # torch 2.11 has none
     before = sys.getrefcount(value)
     torch._C._stash_obj_in_tls(key, value)
     if sys.getrefcount(value) == before:  # torch 2.11 takes no reference, but releases one when the thread ends
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    return value
 
 
 def is_faking() -> bool:

@@ -8,6 +8,10 @@ from torch import Tensor
 
 from duotone.comm import ShardContext
 
+Amaxes = tuple[Tensor | None, Tensor | None]
+"""Of the rowwise and the columnwise plane, fp32. None for one that is not known, or not needed."""
+NO_AMAXES = None, None
+
 
 class Slot:
     """One delayed scale, and the place that records its amax."""
@@ -42,6 +46,17 @@ class Slot:
         """In a trace: the scale of planes that FSDP2 gathered, read as their amaxes are recorded."""
         raise NotImplementedError
 
+    is_openable = False
+    """Whether calls can open it. Those of traces are opened by ops."""
+
+    def open(self) -> "OpenSlot":
+        """The slot as one call uses it. The state will roll if the call records."""
+        raise NotImplementedError
+
+    def open_together(self, slots: "Sequence[Slot]") -> "Sequence[OpenSlot]":
+        """`open` each of several slots, of which this is the first."""
+        return [slot.open() for slot in slots]
+
     def scale_for(self, x: Tensor) -> Tensor:
         """The scale to encode `x` with, fp32 (1,). Records the amax of `x`."""
         raise NotImplementedError
@@ -53,6 +68,9 @@ class Slot:
     def upcoming(self, amax: Tensor) -> Tensor:
         """The scale that the next call takes for a tensor with this amax, fp32 (1,). Records nothing."""
         raise NotImplementedError
+
+    def fit(self, amax: Tensor) -> None:
+        """Start anew if the scale clips a tensor with this amax, fp32 (1,), unless histories decide alone."""
 
     def record(self, amax: Tensor) -> None:
         """Record what a cast of a tensor with this amax, fp32 (1,), records in the mode of the call."""
@@ -79,6 +97,19 @@ class Slot:
         raise NotImplementedError
 
 
+class OpenSlot(Slot):
+    """A slot that one call has opened."""
+
+    scale: Tensor
+    """The scale, fp32 (1,), unless it follows from the tensor."""
+
+    live: Tensor | None
+    """The bits of the amax that rises to that of the tensor, int32 (1,). None if nothing is recorded."""
+
+    is_steady: bool
+    """Whether the scale does not follow from the tensor."""
+
+
 class FixedScale(Slot):
     """A slot with one scale, fp32 (1,). It records nothing."""
 
@@ -93,7 +124,8 @@ class FixedScale(Slot):
 class QuantizeContext:
     """How to encode one tensor.
 
-    - `shard`: the tensor is one shard of another.
+    - `shard`: the tensor is one shard of another. Shards agree on the amaxes of scales that span them.
+    - `amaxes`: what they have agreed on before, for the rowwise and the columnwise plane.
     - `slots`: delayed scaling of the rowwise and the columnwise plane.
     - `seed`: int64 (1,), for stochastic rounding.
     - `traces_kernel`: traced code may call the kernel that casts both planes. The plan decides it, as a trace cannot.
@@ -112,12 +144,22 @@ class QuantizeContext:
     nominal: torch.dtype | None = None
     typed: bool = False
     traced_formats: tuple[str, ...] = ()
+    amaxes: Amaxes = NO_AMAXES
 
     def with_seed(self, seed: Tensor | None) -> "QuantizeContext":
         """This context with a seed, int64 (1,); None leaves it unchanged."""
         if seed is None:
             return self
         return self._but(self.slots, seed)
+
+    def agreed(self, measure: Callable[[int], tuple[Amaxes, Sequence[bool]]]) -> Amaxes:
+        """The amaxes under which a shard encodes. Shards agree now on those that span them, unless they are known.
+
+        `measure` gives amaxes along the dimension that is cut, and whether each spans the shards.
+        """
+        if self.shard is None or any(amax is not None for amax in self.amaxes):
+            return self.amaxes
+        return self.shard.agree(*measure(self.shard.dim))
 
     def without_slots(self) -> "QuantizeContext":
         """The context of a copy. Writes to the copy record nothing in the history of the original."""

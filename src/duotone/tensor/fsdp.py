@@ -21,7 +21,6 @@ from duotone.tensor.context import LOCAL
 from duotone.tensor.gathers import Gathers
 from duotone.tensor.plane import Planes
 from duotone.tensor.plane_tensor import PlaneTensor
-from duotone.tensor.shards import spans
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -131,7 +130,7 @@ def shard_context(holder: "DTensor", formats: Sequence[Format | None]) -> ShardC
     If some ranks cut rows and others columns, the first cut decides for scales of whole rows or columns.
     """
     mesh, cuts = holder.device_mesh, cuts_of(holder)
-    alike = all(spans(fmt, 0) == spans(fmt, 1) for fmt in formats if fmt is not None)
+    alike = all(fmt.spans(0) == fmt.spans(1) for fmt in formats if fmt is not None)
     if not alike and len({dim for _, dim in cuts}) > 1:
         cuts = cuts[:1]
     if len(cuts) < 2:

@@ -19,6 +19,7 @@ from duotone.tensor.plane import (
     Plane,
     Planes,
     Usage,
+    derived,
     from_wire,
     gather,
     require_whole_blocks,
@@ -118,7 +119,7 @@ class Gathers:
         self.is_repeated = self.derives and source is not None and source is self.source
         self.source = None if self.is_backward else source
         if self.count == 1:  # the shard is the whole tensor, and FSDP2 would only copy its first buffer
-            return (torch.empty(0, dtype=torch.uint8, device=_codes(self.shard).device),)
+            return (torch.empty(0, dtype=torch.uint8, device=self.shard.buffers[0].device),)
         if self.param is not None and not is_first:
             of_row, of_col = self.wires
             self.param.all_gather_outputs = (of_row if rowwise else []) + (of_col if columnwise else [])
@@ -183,7 +184,7 @@ class Gathers:
                 _refresh(whole, shard, sharded_parts(shard, dim) if self.count > 1 else ())
         row, col = self.whole
         if self.derived and row is not None and col is not None and self.valid.columnwise:
-            _refresh(col, _derived(row), ())
+            _refresh(col, derived(row), ())
         return ()
 
     def deliver(
@@ -207,7 +208,7 @@ class Gathers:
             row = self._arriving(row, ROW_DIM, outputs[:sent])
             outputs = outputs[sent:]
         if row is not None and self.derives:
-            col = _derived(row)
+            col = derived(row)
             shares = same_memory(row.parts["codes"], col.parts["codes"])
             self.derived = [] if shares else [*col.parts.values()]
         elif col is not None:
@@ -263,6 +264,13 @@ def fsdp_groups() -> "Iterator[FSDPParamGroup]":
         yield from (group for group in groups if group is not None)
 
 
+def frees_after_forward(module: torch.nn.Module) -> bool:
+    """Whether FSDP2 frees the parameters of a module after its forward, and gathers them again for its backward."""
+    groups = (group for group in fsdp_groups() if group._reshard_after_forward)
+    places = (param._module_info for group in groups for param in group.fsdp_params)
+    return any(module in (place.module, *place.shared_modules) for place in places)
+
+
 def owners(shard: Tensor) -> "tuple[FSDPParam, FSDPParamGroup] | tuple[None, None]":
     """FSDP2's object for a shard, and its group of parameters that are gathered together."""
     for group in fsdp_groups():
@@ -277,18 +285,6 @@ def shard_behind(weight: "PlaneTensor") -> "PlaneTensor":
     param = None if weight.gathers is None else weight.gathers.param
     shard = weight if param is None else param._sharded_local_tensor
     return shard if isinstance(shard, type(weight)) else weight
-
-
-def _codes(planes: Planes) -> Tensor:
-    plane = planes.rowwise or planes.columnwise
-    assert plane is not None
-    return plane.parts["codes"]
-
-
-def _derived(row: Plane) -> Plane:
-    col = row.transposed()
-    assert col is not None
-    return col
 
 
 def _refresh(whole: Plane, fresh: Plane, gathered: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """In-place operations of torch on quantized tensors and their views: decode, compute, encode."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any, cast
 
 import torch
@@ -66,20 +67,54 @@ def _is_encoded(x: object) -> bool:
     return isinstance(x, Decodable) and all(fmt != IDENTITY for fmt in x.whole.formats)
 
 
+LISTS = "aten::_foreach", "aten::_fused", "aten::_amp_foreach"
+
+
 def _in_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object]) -> Iterator[Sequence[object]]:
     """The arguments of an operation on lists, cut into lists of at most `AT_ONCE` elements or of one tensor.
 
-    Tensors that are encoded and others are in different parts, since only the first compute in fp32.
+    Tensors that are encoded and others are in different parts, since only the first compute in fp32. If one element of
+    the lists writes memory that another one uses, each is a part, and reads what the parts before it wrote.
     """
-    lists = [type(value) in (list, tuple) and bool(value) for value in args]
+    # A tensor in one dimension has a scalar for each element.
+    lists = [bool(x) if type(x) in (list, tuple) else isinstance(x, Tensor) and x.dim() == 1 < x.numel() for x in args]
     others = [*kwargs.values(), *(value for value, is_list in zip(args, lists, strict=True) if not is_list)]
     is_shared = any(isinstance(each, Tensor) and each.numel() > 1 for each in others) or "out" in kwargs
     lengths = {len(value) for value, is_list in zip(args, lists, strict=True) if is_list}
-    if not func._schema.name.startswith(("aten::_foreach", "aten::_fused")) or is_shared or len(lengths) != 1:
+    if not func._schema.name.startswith(LISTS) or is_shared or len(lengths) != 1:
         yield args
         return
-    for places in _groups(args[0]):
-        yield [[value[i] for i in places] if is_list else value for value, is_list in zip(args, lists, strict=True)]
+
+    def at(places: list[int]) -> Sequence[object]:
+        picked = (x[places] if isinstance(x, Tensor) else [x[i] for i in places] for x in compress(args, lists))
+        return [next(picked) if is_list else value for value, is_list in zip(args, lists, strict=True)]
+
+    single = [at([place]) for place in range(lengths.pop())]
+    yield from single if _overlap(func, single, kwargs) else map(at, _groups(args[0]))
+
+
+def _overlap(func: OpOverload, calls: Sequence[Sequence[object]], kwargs: Mapping[str, object]) -> bool:
+    """Whether one of several calls writes memory that another one reads or writes."""
+    uses: list[tuple[int, int, int, int, bool]] = []
+    for call, args in enumerate(calls):
+        written = {id(each) for each in written_arguments(func, args, kwargs)}
+        uses += [(*memory, call, id(x) in written) for x in tree_leaves((args, kwargs)) for memory in _memory_of(x)]
+    before: list[tuple[int, int, int, int, bool]] = []
+    for storage, start, end, call, writes in sorted(uses):
+        before = [each for each in before if each[0] == storage and each[2] > start]
+        if any(of_call != call and (writes or wrote) for *_, of_call, wrote in before):
+            return True
+        before.append((storage, start, end, call, writes))
+    return False
+
+
+def _memory_of(x: object) -> Iterator[tuple[int, int, int]]:
+    """The storages that hold a tensor, each with the first byte there and the byte after the last one."""
+    for part in x.whole.parts if isinstance(x, Decodable) else [x]:
+        if isinstance(part, Tensor) and part.layout is torch.strided and part.numel():
+            last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+            first = int(part.storage_offset()) * part.itemsize
+            yield part.untyped_storage()._cdata, first, first + (last + 1) * part.itemsize
 
 
 def _groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:

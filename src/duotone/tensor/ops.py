@@ -101,6 +101,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         return target.quantize_(source)
     target.planes.copy_(alike.planes)
     target.count_write()
+    target.fit_slots()
     return target
 
 

@@ -6,6 +6,7 @@ concatenates them. Parts that cover the whole sharded dimension do not travel, b
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -147,6 +148,13 @@ class Planes(NamedTuple):
     rowwise: Plane | None
     columnwise: Plane | None
 
+    @staticmethod
+    def of(row: Format | None, col: Format | None, parts: Sequence[Tensor], shape: Sequence[int]) -> "Planes":
+        """The planes of a matrix (M, K) in these formats over the parts of both, rowwise first."""
+        of_row, of_col = named_parts(row, col, parts)
+        rows, cols = shape
+        return Planes(row and Plane(row, of_row, (rows, cols)), col and Plane(col, of_col, (cols, rows)))
+
     @property
     def formats(self) -> tuple[Format | None, Format | None]:
         """(rowwise, columnwise) formats; None for an absent plane."""
@@ -223,7 +231,8 @@ def encode_once(
     if producer is None:
         rows, cols = x.shape
         x = x if x.is_contiguous() else contiguous(x)
-        parts = cast(x, scales, live, ctx.shard, *seed, typed=ctx.typed)
+        amaxes = ctx.amaxes if ctx.shard is None else ctx.agreed(partial(cast.measure, x))
+        parts = cast(x, scales, live, amaxes, *seed, typed=ctx.typed)
     else:
         rows, cols = producer.shape
         parts = cast.produced(producer, scales, live, *seed, typed=ctx.typed)  # type: ignore[arg-type]  # not traced
@@ -283,12 +292,7 @@ def _encode_traced(
         parts = slot.cast(x, *names, ctx.propagate)
     else:
         parts = torch.ops.duotone.cast_planes(x, *names, ctx.propagate, None, *seed)
-    of_row, of_col = named_parts(row, col, parts)
-    rows, cols = (x if producer is None else producer).shape
-    return Planes(
-        None if row is None else Plane(row, of_row, (rows, cols)),
-        None if col is None else Plane(col, of_col, (cols, rows)),
-    )
+    return Planes.of(row, col, parts, (x if producer is None else producer).shape)
 
 
 def after(x: Tensor, scale: Tensor) -> Tensor:
@@ -303,6 +307,13 @@ def after(x: Tensor, scale: Tensor) -> Tensor:
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two buffers are views of one storage. It may have no address: meta, fake or empty."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def derived(row: Plane) -> Plane:
+    """The plane of the transpose, in a format that derives it without loss."""
+    col = row.transposed()
+    assert col is not None
+    return col
 
 
 def require_whole_blocks(plane: Plane, dim: int) -> None:

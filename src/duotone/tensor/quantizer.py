@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from duotone.dispatch.casts import one_read
 from duotone.dispatch.format_nodes import in_trace
 from duotone.dispatch.stages import stages_for
 from duotone.errors import UserError
@@ -15,12 +16,11 @@ from duotone.formats import IDENTITY, Format, get
 from duotone.formats.elements import Stages
 from duotone.numbered import ByName, attribute_name, constant_in_traces
 from duotone.tensor.content import WithContent
-from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.context import LOCAL, NO_AMAXES, Amaxes, QuantizeContext, Slot
 from duotone.tensor.history import History
-from duotone.tensor.plane import BOTH, Plane, Planes, Usage, after, encode_once
+from duotone.tensor.plane import BOTH, Plane, Planes, Usage, after, derived, encode_once
 from duotone.tensor.plane_tensor import check_source, matrix_shape, plain
 from duotone.tensor.quantized import QuantizedTensor
-from duotone.tensor.shards import PairedShard, ask, spans
 
 if TYPE_CHECKING:
     from duotone.dispatch.cast_ops import TracedProducer
@@ -127,18 +127,39 @@ class Quantizer(WithContent):
         col_format = self.columnwise if usage.columnwise else None
         if self.columnwise_source != "original" and self.rowwise is not None and col_format is not None:
             row = encode_plane(self.rowwise, x, ctx)
-            col = _columnwise(col_format, row.dequantize(ctx.nominal or x.dtype), None, ctx, stages_for(x))
+            other = ctx if ctx.shard is None else replace(ctx, amaxes=NO_AMAXES)  # of other values
+            col = _columnwise(col_format, row.dequantize(ctx.nominal or x.dtype), None, other, stages_for(x))
             return self._linked(Planes(row if usage.rowwise else None, col))
         if x.is_cuda:
             planes = encode_once(row_format, col_format, x, ctx)
             if planes is not None:
                 return planes
         stages = stages_for(x)
-        if ctx.shard is not None and row_format and col_format and not torch.compiler.is_dynamo_compiling():
-            ctx = _paired(row_format, col_format, x, ctx, stages)
+        if ctx.shard is not None:
+            ctx = replace(ctx, amaxes=ctx.agreed(lambda dim: (self.shared_amaxes(x, usage, ctx), (True, True))))
         row = None if row_format is None else encode_plane(row_format, x, ctx, stages=stages)
         planes = Planes(row, None if col_format is None else _columnwise(col_format, x, row, ctx, stages))
         return planes if ctx.slots[1] is None else self._linked(planes)
+
+    def shared_amaxes(self, x: Tensor, usage: Usage, ctx: QuantizeContext) -> Amaxes:
+        """The amaxes of a shard x (M, K) on which the shards have to agree before `Quantizer.encode`, for each plane.
+
+        None for a plane that needs none, that is derived from the other one, or that encodes what the other one holds.
+        """
+        row, col = self.rowwise if usage.rowwise else None, self.columnwise if usage.columnwise else None
+        if self.columnwise_source != "original" and col is not None:
+            row, col = self.rowwise, None
+        if row is not None and row == col and row.is_derivable:
+            col = None
+        shard, stages = ctx.shard, stages_for(x)
+        assert shard is not None
+        if x.is_cuda and not torch.compiler.is_dynamo_compiling() and (cast := one_read(row, col, x, ctx.propagate)):
+            amaxes, spans = cast.measure(x.contiguous(), shard.dim)
+            return amaxes[0] if spans[0] else None, amaxes[1] if spans[1] else None
+        of_row = row and row.shared_amax(x, shard.dim, stages, ctx.propagate)
+        if col is None or col.is_derivable:
+            return of_row, col and col.shared_amax(x, shard.dim, stages, ctx.propagate)
+        return of_row, col.shared_amax(x.t(), 1 - shard.dim, stages, ctx.propagate)
 
     def _linked(self, planes: Planes) -> Planes:
         """In a graph, planes of which the rowwise one depends on the delayed scale of the columnwise one.
@@ -245,15 +266,16 @@ def encode_plane(
         planes = encode_once(None, fmt, x.t(), ctx) if columnwise else encode_once(fmt, None, x, ctx)
         if planes is not None:
             return planes.columnwise if columnwise else planes.rowwise  # type: ignore[return-value]
-    shard, slot = ctx.shard, ctx.slots[1 if columnwise else 0]
+    side = 1 if columnwise else 0  # Dynamo of torch 2.11 takes no bool as an index
+    shard, slot = ctx.shard, ctx.slots[side]
     scale = slot.scale_for(x) if slot is not None and fmt.is_delayed else None
-    if shard is not None and columnwise:
-        shard = shard.transposed()
     stages = stages or stages_for(x)
+    amax = None if fmt.is_delayed else ctx.amaxes[side]
+    if shard is not None and amax is None:
+        amax = fmt.shared_amax(x, 1 - shard.dim if columnwise else shard.dim, stages, ctx.propagate)
+        amax = amax if amax is None else shard.max(amax)
     coder = in_trace(fmt) if torch.compiler.is_dynamo_compiling() else fmt
-    parts = coder.encode(
-        x, scale=scale, seed=ctx.seed, plane=plane, shard=shard, stages=stages, propagate=ctx.propagate
-    )
+    parts = coder.encode(x, scale=scale, amax=amax, seed=ctx.seed, plane=plane, stages=stages, propagate=ctx.propagate)
     return Plane(fmt, parts, (x.shape[0], x.shape[1]))
 
 
@@ -263,26 +285,15 @@ def _columnwise(fmt: Format, x: Tensor, row: Plane | None, ctx: QuantizeContext,
         return encode_plane(fmt, x.t(), ctx, "col", stages)
     slot = ctx.slots[1] if fmt.is_delayed else None
     if row is None or row.format != fmt or slot is not None:
-        row = encode_plane(fmt, x, ctx if slot is None else replace(ctx, slots=(slot, None)), stages=stages)
-    col = row.transposed()
-    assert col is not None
-    return col
+        row = encode_plane(fmt, x, _of_columns(ctx, slot), stages=stages)
+    return derived(row)
 
 
-def _paired(row: Format, col: Format, x: Tensor, ctx: QuantizeContext, stages: Stages) -> QuantizeContext:
-    """The context in which two planes of a shard agree on their amaxes at once, if both have such."""
-    shard = ctx.shard
-    assert shard is not None
-    derived = col.is_derivable and row == col
-    if derived or not spans(row, shard.dim) or not spans(col, shard.dim if col.is_derivable else 1 - shard.dim):
+def _of_columns(ctx: QuantizeContext, slot: Slot | None) -> QuantizeContext:
+    """The context in which a plane that is encoded as a rowwise one becomes the columnwise one."""
+    if slot is None and ctx.amaxes[0] is None is ctx.amaxes[1]:
         return ctx
-
-    def amax_of_second() -> Tensor:
-        amax = ask(lambda asking: _columnwise(col, x, None, replace(ctx, shard=asking), stages), shard.dim)
-        assert amax is not None
-        return amax
-
-    return replace(ctx, shard=PairedShard("", shard.dim, shard=shard, second=amax_of_second))
+    return replace(ctx, slots=ctx.slots if slot is None else (slot, None), amaxes=(ctx.amaxes[1], None))
 
 
 class Quantize(torch.autograd.Function):
@@ -297,6 +308,11 @@ class Quantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return gradients[0], None, None, None
+
+
+def encodes_alone(quantizer: object) -> bool:
+    """Whether planes follow from the tensor, the formats and the context: no class of a user has its own encode."""
+    return getattr(type(quantizer), "encode", None) is Quantizer.encode
 
 
 def quantizer_of(x: Tensor) -> Quantizer | None:

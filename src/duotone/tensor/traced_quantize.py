@@ -11,7 +11,7 @@ from duotone.errors import MissingPlaneError
 from duotone.formats import get
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.history import History
-from duotone.tensor.plane import Plane, Planes, Usage
+from duotone.tensor.plane import Planes, Usage
 from duotone.tensor.plane_tensor import matrix_shape
 from duotone.tensor.quantized import QuantizedTensor
 from duotone.tensor.quantizer import Quantizer, quantizer_of
@@ -53,23 +53,14 @@ def _quantize(
 
 def planes_in_graph(x: QuantizedTensor, usage: Usage) -> Planes:
     """In a trace: the planes that `usage` names. One that the tensor lacks is derived without loss."""
-    rows, cols = matrix_shape(x.shape)
-    quantizer, parts = quantizer_of(x), iter(_parts(x, *usage))
+    quantizer = quantizer_of(x)
     assert quantizer is not None
-    planes = [
-        Plane(fmt, {part: next(parts) for part in fmt.part_names}, shape) if wants and fmt is not None else None
-        for fmt, wants, shape in (
-            (quantizer.rowwise, usage.rowwise, (rows, cols)),
-            (quantizer.columnwise, usage.columnwise, (cols, rows)),
-        )
-    ]
-    return Planes(*planes)
+    row, col = quantizer.rowwise if usage.rowwise else None, quantizer.columnwise if usage.columnwise else None
+    return Planes.of(row, col, _parts(x, *usage), matrix_shape(x.shape))
 
 
 @torch.compiler.allow_in_graph
 def _parts(x: QuantizedTensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
     x.update_usage(rowwise or None, columnwise or None)
-    planes = [
-        plane for plane, wants in zip(x.planes, (rowwise, columnwise), strict=True) if plane is not None and wants
-    ]
-    return tuple(part for plane in planes for part in plane.parts.values())
+    row, col = x.planes
+    return Planes(row if rowwise else None, col if columnwise else None).buffers

@@ -13,7 +13,6 @@ from duotone.graph_ops import define_op
 from duotone.tensor.context import FixedScale, QuantizeContext
 from duotone.tensor.plane import Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
-from duotone.tensor.shards import spans
 
 
 def delayed_scales(
@@ -42,28 +41,20 @@ def encode_traced(quantizer: Quantizer, x: Tensor, usage: Usage, ctx: QuantizeCo
     row, col = (fmt.name if fmt is not None else "" for fmt in formats)
     tensors = *delayed_scales(quantizer, x, usage, ctx), ctx.seed
     options = quantizer.columnwise_source, ctx.propagate, ctx.nominal or x.dtype
-    parts = iter(torch.ops.duotone.encode_planes(x, row, col, usage, *options, tensors))
-    planes = [
-        None if fmt is None or not wants else Plane(fmt, {name: next(parts) for name in fmt.part_names}, shape)
-        for fmt, wants, shape in zip(formats, usage, _shapes(x), strict=True)
-    ]
-    return Planes(*planes)
+    parts = torch.ops.duotone.encode_planes(x, row, col, usage, *options, tensors)
+    of_row, of_col = (fmt if wants else None for fmt, wants in zip(formats, usage, strict=True))
+    return Planes.of(of_row, of_col, parts, x.shape)
 
 
 def _shards_agree(formats: Sequence[Format | None], ctx: QuantizeContext) -> bool:
     """Whether an encode of both planes asks other ranks for an amax."""
     shard = ctx.shard
     dims = () if shard is None else (shard.dim, 1 - shard.dim)
-    return any(fmt is not None and spans(fmt, dim) for fmt, dim in zip(formats, dims, strict=False))
+    return any(fmt is not None and fmt.spans(dim) for fmt, dim in zip(formats, dims, strict=False))
 
 
 def _is_registered(fmt: Format | None) -> bool:
     return fmt is None or get(fmt.name) is fmt
-
-
-def _shapes(x: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-    rows, cols = x.shape
-    return (rows, cols), (cols, rows)
 
 
 def _encode_planes(
@@ -83,18 +74,15 @@ def _encode_planes(
     of_row, of_col, seed = tensors
     quantizer = Quantizer((row and get(row)) or None, (col and get(col)) or None, source)
     ctx = QuantizeContext(None, fixed(of_row, of_col), seed, propagate=propagate, nominal=nominal)
-    planes = quantizer.encode(x, Usage(*usage), ctx)
-    parts = [part for plane in planes if plane is not None for part in plane.parts.values()]
+    parts = quantizer.encode(x, Usage(*usage), ctx).buffers
     return [new.copy_(part) for new, part in zip(_empty_planes(x, row, col, usage), parts, strict=True)]
 
 
 def _empty_planes(x: Tensor, row: str, col: str, usage: Sequence[bool], *_: object) -> list[Tensor]:
-    planes = [
-        Plane.empty(get(name), shape, x.new_empty, x.dtype, side)
-        for side, name, wants, shape in zip(("row", "col"), (row, col), usage, _shapes(x), strict=True)
-        if name and wants
-    ]
-    return [part for plane in planes for part in plane.parts.values()]
+    rows, cols = x.shape
+    of_row = Plane.empty(get(row), (rows, cols), x.new_empty, x.dtype) if row and usage[0] else None
+    of_col = Plane.empty(get(col), (cols, rows), x.new_empty, x.dtype, "col") if col and usage[1] else None
+    return [*Planes(of_row, of_col).buffers]
 
 
 define_op(

@@ -2,22 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from duotone.comm import ShardContext
+from duotone.capture import is_capturing
+from duotone.comm import ShardContext, agree
 from duotone.dispatch.stages import amax_of, amaxes_of
 from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import Format
 from duotone.formats.elements import divide
-from duotone.tensor.context import LOCAL, QuantizeContext, Slot
+from duotone.tensor.context import LOCAL, NO_AMAXES, Amaxes, QuantizeContext, Slot
 from duotone.tensor.history import clips
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage, encode_over, same_memory
 from duotone.tensor.plane_tensor import Decodable, PlaneTensor, check_source, matrix_shape, plain
-from duotone.tensor.shards import AnsweredShard, agree, ask
 
 if TYPE_CHECKING:
     from duotone.tensor.quantizer import Quantizer
@@ -40,7 +40,7 @@ class Writes(PlaneTensor):
         If `noop_flag` (one element, on the device) is not 0, no byte and no amax changes. The quantizer and the context
         of the tensor complete missing arguments. The quantizer must have the formats of the tensor.
         """
-        self._pending(source, noop_flag, quantizer or self.quantizer, usage)(ctx)
+        self._pending(source, noop_flag, quantizer or self.quantizer, usage).write(ctx)
         return self
 
     def _pending(
@@ -50,8 +50,8 @@ class Writes(PlaneTensor):
         written: "Quantizer",
         usage: Usage,
         by_training: bool = False,
-    ) -> Callable[[QuantizeContext], None]:
-        """Check a write. The result encodes and writes under a context. `by_training`: see `_write_context`."""
+    ) -> "Pending":
+        """Check a write, which then follows. `by_training`: see `_write_context`."""
         self.require_writable()
         self._require_formats((written.rowwise, written.columnwise), usage)
         check_source(source)
@@ -80,7 +80,19 @@ class Writes(PlaneTensor):
                 self._take(fresh, keep)
             self.count_write()
 
-        return write
+        return Pending(write, lambda: self._shared_amaxes(matrix, written, planes_written))
+
+    def _shared_amaxes(self, matrix: Tensor, written: "Quantizer", usage: Usage) -> Amaxes:
+        """What shards agree on before they write a matrix: amaxes of scales that span them, and of delayed scales."""
+        from duotone.tensor.quantizer import encodes_alone  # needs QuantizedTensor
+
+        if not encodes_alone(written):
+            return NO_AMAXES
+        shared = written.shared_amaxes(matrix, usage, self._write_context())
+        delayed = [fmt is not None and fmt.is_delayed and wants for fmt, wants in zip(self.formats, usage, strict=True)]
+        amax = amax_of(matrix) if any(delayed) else None
+        row, col = (amax if is_delayed else other for is_delayed, other in zip(delayed, shared, strict=True))
+        return row, col
 
     def count_write(self) -> None:
         """Raise the versions of the tensor and of its buffers, because torch does not for writes below a dispatch.
@@ -90,6 +102,21 @@ class Writes(PlaneTensor):
         self.is_blank = False
         parts = [part for part in self.planes.buffers if type(part) is Tensor]
         torch.autograd.graph.increment_version([each for each in (self, *parts) if not each.is_inference()])
+
+    def fit_slots(self) -> None:
+        """Start the own slots anew whose scale clips the values. Whoever adopts codes that no slot wrote calls this.
+
+        An optimizer with masters writes under the scale of the history, which is of earlier values. All ranks with a
+        shard call this.
+        """
+        slots = [slot for slot in self.context.slots if slot is not None]
+        is_real = all(type(part) is Tensor for part in self.parts) and not (self.is_meta or is_capturing())
+        if not slots or not is_real or self.planes == (None, None):
+            return
+        amax = amax_of(self.values(self.dtype).reshape(self.matrix_shape))
+        amax = amax if self.context.shard is None else self.context.shard.max(amax)
+        for slot in slots:
+            slot.fit(amax)
 
     def _encode_over(
         self, matrix: Tensor, usage: Usage, written: "Quantizer", ctx: QuantizeContext, keep: Tensor
@@ -162,15 +189,17 @@ class Writes(PlaneTensor):
             row, col = self.context.slots
             slots = (row, col) if by_training else (row and row.for_writes(), col and col.for_writes())
         if slots == (None, None) and any(p is not None and p.format.is_delayed for p in self.planes):
-            row, col = (_kept_scale(p) for p in self.planes)
+            row, col = (_KeptScale(p) if p is not None and p.format.is_delayed else None for p in self.planes)
             slots = (row or col, col)
         shard = ctx.shard or self.context.shard
         if shard is not None:  # one scale for all shards: each records the largest amax of them
             row, col = slots
-            slots = (row and _AgreedSlot(row, shard), col and _AgreedSlot(col, shard))
+            of_row, of_col = ctx.amaxes
+            slots = (row and _AgreedSlot(row, shard, of_row), col and _AgreedSlot(col, shard, of_col))
         seed = self.context.seed if ctx.seed is None else ctx.seed
         propagate = ctx.propagate and self.context.propagate
-        return QuantizeContext(shard, slots, seed, propagate=propagate, nominal=ctx.nominal or self.dtype)
+        nominal = ctx.nominal or self.dtype
+        return QuantizeContext(shard, slots, seed, propagate=propagate, nominal=nominal, amaxes=ctx.amaxes)
 
     @property
     def data(self) -> Tensor:
@@ -188,6 +217,8 @@ class Writes(PlaneTensor):
         self.clear_high_precision_init_val()
         self._rowwise, self._columnwise = adopted.planes
         self.quantizer, self.is_piece = adopted.quantizer, adopted.is_piece
+        if adopted is new:
+            self.fit_slots()
 
     def _quantized(self, new: Tensor) -> Self:
         check_source(new)
@@ -240,36 +271,38 @@ def _encoded(written: "Quantizer", values: Tensor, usage: Usage, ctx: QuantizeCo
 
 
 class _AgreedSlot(Slot):
-    """The slot of a shard, which records the largest amax of all shards."""
+    """The slot of a shard, which records the largest amax of all shards. It may be known."""
 
-    def __init__(self, slot: Slot, shard: ShardContext) -> None:
-        self.slot, self.shard = slot, shard
+    def __init__(self, slot: Slot, shard: ShardContext, amax: Tensor | None) -> None:
+        self.slot, self.shard, self.amax = slot, shard, amax
 
     def scale_for(self, x: Tensor) -> Tensor:
-        return self.slot.scale_for(self.shard.max(amax_of(x)).reshape(1, 1))
-
-
-def _kept_scale(plane: Plane | None) -> Slot | None:
-    """Stands for the missing slot of a delayed plane."""
-    if plane is None or not plane.format.is_delayed:
-        return None
-    return _KeptScale(plane.format.largest, plane.parts["scale"])
+        amax = self.shard.max(amax_of(x)) if self.amax is None else self.amax
+        return self.slot.scale_for(amax.reshape(1, 1))
 
 
 class _KeptScale(Slot):
-    """The encode scale that follows from a stored inverse, fp32 (1,), or one of new values that it would clip.
+    """Stands for the missing slot of a delayed plane: the scale that it has, or one of new values that this clips.
 
     No history would bring it back. The inverse of an inverse may be one rounding larger than it was.
     """
 
     is_new = True
 
-    def __init__(self, largest: float, inverse: Tensor) -> None:
-        self.largest, self.scale = largest, torch.ones_like(inverse) / inverse
+    def __init__(self, plane: Plane) -> None:
+        inverse = plane.parts["scale"]
+        self.largest, self.scale = plane.format.largest, torch.ones_like(inverse) / inverse
 
     def scale_for(self, x: Tensor) -> Tensor:
         amax = amax_of(x).reshape(1)
         return torch.where(clips(amax, self.scale, self.largest), divide(self.largest, amax), self.scale)
+
+
+class Pending(NamedTuple):
+    """A write whose arguments are checked. It encodes under a context; `amaxes` measures what shards agree on."""
+
+    write: Callable[[QuantizeContext], None]
+    amaxes: Callable[[], Amaxes]
 
 
 def write_all(writes: Sequence[tuple[Decodable, Tensor]], *, by_training: bool = False) -> None:
@@ -277,25 +310,24 @@ def write_all(writes: Sequence[tuple[Decodable, Tensor]], *, by_training: bool =
 
     `by_training`: an optimizer with masters writes, so delayed scales follow from their history, as in a forward.
     """
-    measured: list[tuple[Callable[[QuantizeContext], None], ShardContext, Tensor]] = []
-    direct: list[tuple[Callable[[QuantizeContext], None], ShardContext, Tensor]] = []
+    shared: list[tuple[Pending, ShardContext, Amaxes]] = []
+    direct: list[tuple[Pending, ShardContext, Tensor]] = []
     for target, value in writes:
         if not isinstance(target, Writes):
             target.write(value)
             continue
-        shard, write = target.context.shard, target._pending(value, None, target.quantizer, BOTH, by_training)
+        shard, pending = target.context.shard, target._pending(value, None, target.quantizer, BOTH, by_training)
         if shard is None or len(writes) == 1:
-            write(LOCAL)
-            continue
-        if target.scales_by_tensor and not isinstance(value, PlaneTensor):
-            direct.append((write, shard, value.detach()))
-            continue
-        amax = ask(lambda asking, write=write: write(QuantizeContext(asking)))
-        if amax is not None:
-            measured.append((write, shard, amax))
+            pending.write(LOCAL)
+        elif target.scales_by_tensor and not isinstance(value, PlaneTensor):
+            direct.append((pending, shard, value.detach()))
+        else:
+            shared.append((pending, shard, pending.amaxes()))
     if direct:
         amaxes = amaxes_of([value for *_, value in direct])
-        measured += [(write, shard, amax) for (write, shard, _), amax in zip(direct, amaxes, strict=True)]
-    agreed = agree([shard.group for _, shard, _ in measured], [amax for *_, amax in measured])
-    for (write, shard, _), amax in zip(measured, agreed, strict=True):
-        write(QuantizeContext(AnsweredShard(shard.group, shard.dim, [amax])))
+        shared += [(pending, shard, (amax, amax)) for (pending, shard, _), amax in zip(direct, amaxes, strict=True)]
+    groups = [shard.group for _, shard, amaxes in shared for amax in amaxes if amax is not None]
+    agreed = iter(agree(groups, [amax for *_, amaxes in shared for amax in amaxes if amax is not None]))
+    for pending, _, amaxes in shared:
+        row, col = (None if amax is None else next(agreed).view(amax.shape) for amax in amaxes)
+        pending.write(QuantizeContext(amaxes=(row, col)))

@@ -35,7 +35,8 @@ def read_json(path: Path, absent: str, damaged: str) -> object:
             raise UserError(f"{path} is no file of at most {JSON_BYTES} bytes: {damaged}")
         content = path.read_bytes()
     try:
-        return json.loads(content)
+        # Encoded once more, because no terminal shows half of a character.
+        return json.loads(json.dumps(json.loads(content), ensure_ascii=False).encode())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no JSON ({error}): {damaged}") from error
 

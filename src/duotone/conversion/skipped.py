@@ -2,7 +2,6 @@
 
 import dis
 import functools
-import inspect
 from collections.abc import Iterator, Mapping
 from types import CodeType
 
@@ -13,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from duotone.conversion import experts, forwards
+from duotone.conversion.attributes import code_of_class
 from duotone.conversion.default_rules import Reason, Why, heads
 from duotone.conversion.naming import named_modules
 from duotone.conversion.transposed import is_transposed
@@ -39,15 +39,15 @@ Reasons = dict[str, Why]
 """Reasons by the full name of a module."""
 
 
-def left_alone(model: nn.Module) -> Reasons:
+def skipped_modules(model: nn.Module) -> Reasons:
     """The modules that convert does not change although they may multiply by a matrix."""
-    reasons: dict[str, Why | None] = {name: reason_left_alone(module) for name, module in named_modules(model)}
+    reasons: dict[str, Why | None] = {name: reason_skipped(module) for name, module in named_modules(model)}
     modules = dict(named_modules(model))
     tied = {name: Why(Reason.TIED_EMBEDDING) for name in heads(model) if isinstance(modules[name], nn.Embedding)}
     return {name: why for name, why in (reasons | bypassed(model) | tied).items() if why is not None}
 
 
-def reason_left_alone(module: nn.Module) -> Why | None:
+def reason_skipped(module: nn.Module) -> Why | None:
     """Why convert leaves a module with matrices as it is. None if convert changes it, or if it has no matrix."""
     if isinstance(module, (Planned, *NO_GEMM)) or issubclass(type(module), experts.PlannedExperts):
         return None
@@ -66,7 +66,7 @@ def reason_left_alone(module: nn.Module) -> Why | None:
         return Why(Reason.MATRICES, contents)
     if forwards.is_replaced(module):
         return _replaced(module)._replace(matrices=contents)
-    reason = experts.reason_left_alone(module)
+    reason = experts.reason_skipped(module)
     return Why(Reason.EXPERTS, reason, contents) if reason else None
 
 
@@ -104,8 +104,7 @@ def bypassed_children(kind: type[nn.Module]) -> frozenset[str]:
 
     Code that only fills parameters does not count as reading.
     """
-    members = [member for base in kind.__mro__ if base not in nn.Module.__mro__ for member in vars(base).items()]
-    code = [(name, part) for name, member in members for part in _code_of(member)]
+    code = list(code_of_class(kind))
     computing = [part for name, part in code if not any(word in name for word in FILLING)]
     reading = [part for part in computing if "weight" in part.co_names]
     loads = [load for part in reading for load in _loads(part)]
@@ -113,16 +112,6 @@ def bypassed_children(kind: type[nn.Module]) -> frozenset[str]:
     return frozenset(
         read and read - {name for _, part in code for name, field, _ in _loads(part) if field not in FIELDS}
     )
-
-
-def _code_of(member: object) -> Iterator[CodeType]:
-    """The code of a function, and of functions inside of it."""
-    code = getattr(inspect.unwrap(member) if callable(member) else member, "__code__", member)
-    if isinstance(code, CodeType):
-        yield code
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                yield from _code_of(constant)
 
 
 def _loads(code: CodeType) -> Iterator[tuple[str, str, str]]:
@@ -136,7 +125,7 @@ def _loads(code: CodeType) -> Iterator[tuple[str, str, str]]:
             chain = []
 
 
-def refuse_left_alone(skipped: Reasons, recipe: Recipe, rules: tuple[Rule, ...], sites: Mapping[str, Site]) -> None:
+def refuse_skipped(skipped: Reasons, recipe: Recipe, rules: tuple[Rule, ...], sites: Mapping[str, Site]) -> None:
     """RecipeError if a strict recipe and the rules give a format to a module that is not converted."""
     for name, why in skipped.items():
         if wants_less(name, recipe, rules, sites):

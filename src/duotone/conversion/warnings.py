@@ -7,7 +7,7 @@ from torch import nn
 
 from duotone.attention import DotProductAttention
 from duotone.conversion.default_rules import SURPRISING, KeptRule
-from duotone.conversion.left_alone import Reasons, is_quantized, wants_less
+from duotone.conversion.skipped import Reasons, is_quantized, wants_less
 from duotone.conversion.targets import Target
 from duotone.errors import RecipeError
 from duotone.recipes.recipe import Recipe
