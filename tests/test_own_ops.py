@@ -30,49 +30,32 @@ PLAIN: dict[str, tuple[Any, ...]] = {
         torch.bfloat16,
         [None] * 3,
     ),
-    "turned_codes": (
-        torch.randint(255, (32, 48), dtype=torch.uint8).t(),
-        torch.randint(255, (64, 32), dtype=torch.uint8),
-    ),
     "once": (torch.randn(4, 8).t(),),
     "rotate": (torch.randn(4, 32).bfloat16(),),
     "random_bytes": (SEED.clone(), 5, 32, 0),
-    "linear": (torch.randn(5, 16), torch.randn(16, 7).t(), torch.randn(7)),
     "as_of_now": (torch.randn(5, 16).t(),),
     "cast_after": (torch.randn(5, 16).t(), torch.randn(7, 16).bfloat16()),
     "mm_fp32": (torch.randn(5, 16).bfloat16(), torch.randn(7, 16).bfloat16()),
 }
-NODES: dict[str, tuple[Any, ...]] = {
-    "encode": (torch.randn(40, 64), "fp8_e4m3_row", "col", True, None, None),
-    "decode": (PARTS, "nvfp4", torch.bfloat16),
-    "factors": (PARTS, "nvfp4"),
-}
-"""Compilers open them. opcheck of a schema does too, and multiplies float8 there, which torch refuses."""
-
 OF_MODULES = {"delayed_scale", "traced_recorded", "traced_scale"}
 OF_STAGES = {"stage_forward", "stage_backward", "stage_backward_kept"}
 OF_ATTENTION = {"attend", "attend_backward"}
-IN_BACKWARDS = {"roll_after", "traced_roll_after"}
+IN_BACKWARDS = {"roll_after"}
+OF_ROWS = {"row", "row_gradients", "stateful_row", "stateful_row_gradients"}
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 ON_CUDA = {"block_mm", "cast_planes", "decoded_mm", "delayed_planes", "traced_planes"}
-ON_CUDA |= {"norm_gradients", "produced_planes", "traced_produced"}
 """They have no kernel for the CPU; tests/gpu runs them."""
 
 
 def test_every_op_is_checked_here_or_on_cuda() -> None:
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("duotone::")]
-    checked = PLAIN.keys() | NODES.keys() | OF_MODULES | OF_STAGES | OF_ATTENTION | IN_BACKWARDS | ON_CUDA
+    checked = PLAIN.keys() | OF_MODULES | OF_STAGES | OF_ROWS | OF_ATTENTION | IN_BACKWARDS | ON_CUDA
     assert {name.removeprefix("duotone::") for name in names} == checked
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_an_op_is_what_its_schema_says(name: str) -> None:
     opcheck(getattr(torch.ops.duotone, name).default, PLAIN[name])
-
-
-@pytest.mark.parametrize("name", NODES)
-def test_a_node_of_a_trace_has_the_values_of_what_it_opens_to(name: str) -> None:
-    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    opcheck(getattr(torch.ops.duotone, name).default, NODES[name], test_utils=checks)
 
 
 def plan_of(m: duotone.Linear, x: torch.Tensor) -> str:
@@ -88,12 +71,24 @@ def plan_of(m: duotone.Linear, x: torch.Tensor) -> str:
 @pytest.mark.parametrize("name", sorted(IN_BACKWARDS))
 def test_an_op_that_runs_in_backwards_is_what_its_schema_says(name: str) -> None:
     op, results = getattr(torch.ops.duotone, name).default, []
-    m = duotone.Linear(32, 32, recipe=recipes.load("fp8-delayed"))
-    where = (m.plans.handle, plan_of(m, torch.randn(4, 32))) if name == "traced_roll_after" else ()
     x, checks = torch.randn(4, requires_grad=True), ("test_schema", "test_faketensor")
-    x.register_hook(lambda dx: results.append(opcheck(op, (dx, *where), test_utils=checks)))
+    x.register_hook(lambda dx: results.append(opcheck(op, (dx,), test_utils=checks)))
     x.sum().backward()
     assert set(results[0].values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8-delayed"])
+def test_the_ops_of_a_row_are_what_their_schemas_say(recipe: str) -> None:
+    m = duotone.Linear(32, 32, recipe=recipes.load(recipe))
+    x, prefix = torch.randn(4, 32), "stateful_" * (recipe == "fp8-delayed")
+    where = ([m.plans.handle] if prefix else [], plan_of(m, x))
+    checks = CHECKS[:1] + CHECKS[2:3] if prefix else CHECKS  # a history keeps what a call of a check has recorded
+    row, gradients = (getattr(torch.ops.duotone, f"{prefix}row{end}").default for end in ("", "_gradients"))
+    arguments = (x, [m.weight.detach(), m.bias.detach(), None], [4, 4, 4], *where, [False] * 4)
+    opcheck(row, arguments, test_utils=checks)
+    y, *kept = row(*arguments)
+    of_forward = (y, kept, [None] * 4, [4, 32], [32, 1], [2, 32, 32, 1, 32, 0], [False, True, True, False], [4, 4, 4])
+    opcheck(gradients, (*of_forward, *where), test_utils=checks)
 
 
 @pytest.mark.parametrize("name", sorted(OF_STAGES))

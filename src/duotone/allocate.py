@@ -1,6 +1,6 @@
 """Uninitialised tensors at the least cost to the host, and alignments. Needs no Triton."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -23,6 +23,22 @@ def allocator(x: Tensor) -> Allocate:
 
 empty_cuda: Allocate = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 """Allocates on the current CUDA device."""
+
+
+def rows_below(parts: Sequence[Tensor]) -> Tensor:
+    """(n_i, *rest) -> (sum n_i, *rest): a view if the parts lie one after the other in memory, else a copy."""
+    first = parts[0].detach()
+    shape = sum(part.shape[0] for part in parts), *first.shape[1:]
+    return first.as_strided(shape, first.stride(), first.storage_offset()) if _adjacent(parts) else torch.cat([*parts])
+
+
+def _adjacent(parts: Sequence[Tensor]) -> bool:
+    at, store = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != at or part.untyped_storage().data_ptr() != store:
+            return False
+        at += part.numel() * part.element_size()
+    return True
 
 
 def is_aligned(x: Tensor, to: int) -> bool:

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 import duotone
 from duotone import recipes
-from duotone.dispatch.produced_ops import rows_below
+from duotone.allocate import rows_below
 
 EXACT = "bf16"
 """The recipe that quantizes nothing. Its modules here have parameters in fp32, so that orders of sums show alone."""

@@ -152,8 +152,7 @@ def test_fused_casts_save_what_those_of_a_converted_model_save(name: str, saved:
     assert promised <= sum(tensor.nbytes for tensor in saved) <= promised + 64
 
 
-def test_a_graph_casts_norms_and_activations_as_eager_code_does(saved: list[Tensor]) -> None:
-    """Three ops make a matrix and its planes, and one the gradients of the norm; casts of their own have the others."""
+def test_a_graph_holds_a_norm_and_an_mlp_as_one_op_for_each_pass(saved: list[Tensor]) -> None:
     calls: list[str] = []
     cut = compile_fx.min_cut_rematerialization_partition
 
@@ -163,5 +162,4 @@ def test_a_graph_casts_norms_and_activations_as_eager_code_does(saved: list[Tens
 
     torch._inductor.compile_fx.min_cut_rematerialization_partition = look  # the fixture takes it back
     compile_module(mlp("fp8-delayed", recompute=False))
-    counts = {name: sum(name in call for call in calls) for name in ("produced", "norm_gradients", "traced_planes")}
-    assert counts == {"produced": 3, "norm_gradients": 1, "traced_planes": 3}
+    assert calls == ["duotone.stateful_row.default", "duotone.stateful_row_gradients.default"]

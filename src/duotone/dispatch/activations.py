@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duotone.dispatch.cast_ops import TracedProducer
 from duotone.dispatch.casts import has_kernels
 from duotone.errors import UserError
 
@@ -39,11 +38,6 @@ class Activation:
     gradient: Callable[[Tensor, Tensor], Tensor]
     gated: bool = False
     kernel: str = ""
-
-    @property
-    def op(self) -> str:
-        """The name of the activation in graphs that call the kernel."""
-        return f"gated {self.kernel}" if self.gated else self.kernel
 
     @property
     def is_exact(self) -> bool:
@@ -76,19 +70,6 @@ class Activation:
 
         flat, of_x = (t.reshape(-1, t.shape[-1]).contiguous() for t in (dy, x))
         return activations.gradient(self.kernel, flat, of_x, self.gated)
-
-    def shape(self, x: Tensor) -> tuple[int, int]:
-        """The shape of the values as a matrix."""
-        width = x.shape[-1]
-        return x.numel() // width, width // 2 if self.gated else width
-
-    def traced(self, x: Tensor) -> TracedProducer:
-        """`produced` in a trace. A kernel has to exist."""
-        return TracedProducer(self.op, (x,), self.shape(x))
-
-    def traced_gradient(self, dy: Tensor, x: Tensor) -> TracedProducer:
-        """`produced_gradient` in a trace."""
-        return TracedProducer(f"gradient of {self.op}", (dy, x), (x.numel() // x.shape[-1], x.shape[-1]))
 
 
 def _materialized(producer: "FusedProducer", like: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Casts as one op of a graph, so that a compiler sees shapes and not kernels."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -16,36 +15,6 @@ if TYPE_CHECKING:
     from duotone.kernels.activations import FusedProducer
     from duotone.kernels.cast import Cast
     from duotone.kernels.nvfp4 import Cast as TwoLevelCast
-
-
-@dataclass
-class TracedProducer:
-    """A matrix (M, K) that exists in a graph only as planes, by an op of `dispatch.produced_ops`."""
-
-    what: str
-    inputs: Sequence[Tensor | None]
-    shape: tuple[int, int]
-    eps: float = 0.0
-    statistics: int = 0
-    """The number of tensors for backward, which precede the planes among the results of the op."""
-    saved: Sequence[Tensor] = ()
-    """These tensors, once the op is called."""
-
-    @property
-    def x(self) -> Tensor:
-        """The first input, on whose device the cast runs."""
-        assert self.inputs[0] is not None
-        return self.inputs[0]
-
-    @property
-    def matrix(self) -> tuple[str, Sequence[Tensor | None], float]:
-        """The first arguments of the op."""
-        return self.what, self.inputs, self.eps
-
-    def take(self, results: list[Tensor]) -> list[Tensor]:
-        """The parts among the results of the op."""
-        self.saved = tuple(results[: self.statistics])
-        return results[self.statistics :]
 
 
 def cast_planes(

@@ -15,9 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.allocate import is_aligned
-from duotone.dispatch.cast_ops import TracedProducer
 from duotone.dispatch.casts import PLAIN_TYPES, has_kernels
-from duotone.dispatch.graph_patterns import find_patterns
 
 if TYPE_CHECKING:
     from duotone.kernels.activations import FusedProducer
@@ -40,13 +38,6 @@ class RowNorm:
     """A norm of rows. `centred`: the mean is subtracted."""
 
     centred: bool
-    op: str
-    """Its name in graphs that call the kernel."""
-
-    @property
-    def statistics(self) -> int:
-        """How many tensors forward saves."""
-        return 1 + self.centred
 
     def forward(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> tuple[Tensor, ...]:
         """y (*lead, N), then the statistics that backward needs, fp32 (*lead, 1)."""
@@ -71,45 +62,25 @@ class RowNorm:
 
         return activations.normalised(Norm(flat, gamma, beta, eps, self.centred, x.shape[:-1], saved))
 
-    def traced(self, x: Tensor, gamma: Weight, beta: Weight, eps: float, *saved: Tensor) -> TracedProducer:
-        """`produced` in a trace."""
-        width = x.shape[-1]
-        shape, inputs = (x.numel() // width, width), (x, gamma, beta, *saved)
-        return TracedProducer(self.op, inputs, shape, eps, 0 if saved else self.statistics)
-
     def backward_of_produced(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        gamma: Weight,
-        beta: Weight,
-        saved: Saved,
-        needs: Needs,
-        added: Tensor | None = None,
+        self, dy: Tensor, x: Tensor, gamma: Weight, beta: Weight, saved: Saved, needs: Needs
     ) -> Gradients:
-        """The gradients by kernels, else by `backward`. `added` (*lead, K) is added to the gradient of x."""
-        if torch.compiler.is_dynamo_compiling():
-            outputs = [needs[0], gamma is not None and bool(needs[1]), beta is not None and bool(needs[2])]
-            find_patterns()
-            results = iter(torch.ops.duotone.norm_gradients(self.op, dy, x, gamma, beta, list(saved), outputs))
-            dx, dgamma, dbeta = (next(results) if want else None for want in outputs)
-            return dx, dgamma, dbeta
+        """The gradients by kernels, else by `backward`."""
         if not (_fits(x, gamma, beta) and has_kernels(dy) and dy.dtype is x.dtype):
-            dx, dgamma, dbeta = self.backward(dy, x, gamma, beta, saved, needs)
-            return dx if dx is None or added is None else dx + added, dgamma, dbeta
+            return self.backward(dy, x, gamma, beta, saved, needs)
         from duotone.kernels import norms
 
-        of_dy, of_x, *of_added = (t.reshape(-1, t.shape[-1]).contiguous() for t in (dy, x, added) if t is not None)
+        of_dy, of_x = (t.reshape(-1, t.shape[-1]).contiguous() for t in (dy, x))
         mean = saved[0] if self.centred else None
         outputs = needs[0], gamma is not None and bool(needs[1]), beta is not None and bool(needs[2])
-        dx, dgamma, dbeta = norms.backward(of_dy, of_x, gamma, mean, saved[-1], outputs, *of_added)
+        dx, dgamma, dbeta = norms.backward(of_dy, of_x, gamma, mean, saved[-1], outputs)
         return None if dx is None else dx.view(x.shape), dgamma, dbeta
 
 
 class LayerNormKernel(RowNorm):
     """y = (x - mean) / sqrt(var + eps) * gamma + beta."""
 
-    centred, op = True, "LayerNorm"
+    centred = True
 
     def forward(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> tuple[Tensor, ...]:
         return aten.native_layer_norm(x, [x.shape[-1]], gamma, beta, eps)
@@ -126,7 +97,7 @@ class LayerNormKernel(RowNorm):
 class RMSNormKernel(RowNorm):
     """y = x / sqrt(mean(x^2) + eps) * gamma, in fp32."""
 
-    centred, op = False, "RMSNorm"
+    centred = False
 
     def forward(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> tuple[Tensor, ...]:
         return aten._fused_rms_norm(x, [x.shape[-1]], gamma, eps)
@@ -176,8 +147,6 @@ def widened(x: Tensor) -> Tensor:
 class L2Kernel:
     """y = x / sqrt(sum(x^2) + eps), in fp32, without parameters."""
 
-    op = ""
-
     def forward(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> tuple[Tensor, ...]:
         wide = widened(x)
         scale = torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
@@ -190,8 +159,6 @@ class L2Kernel:
     def produced(self, x: Tensor, gamma: Weight, beta: Weight, eps: float, *saved: Tensor) -> "FusedProducer | None":
         """None: no kernel computes this norm."""
         return None
-
-    traced = produced
 
     def backward(self, dy: Tensor, x: Tensor, gamma: Weight, beta: Weight, saved: Saved, needs: Needs) -> Gradients:
         (scale,) = saved

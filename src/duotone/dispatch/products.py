@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.dispatch.casts import DTYPES, PLAIN_TYPES, decoded, has_kernels, is_predicted, is_two_level
-from duotone.dispatch.format_nodes import in_trace
 from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
 from duotone.dispatch.stages import stages_for
 from duotone.dispatch.target import decodes_in_kernels
@@ -26,8 +25,7 @@ def factors(plane: Operand) -> Factors:
     codes = plane.parts["codes"]
     scales = plane.format.epilogue is Epilogue.NONE
     values = decoded(plane.format, plane.parts, torch.bfloat16, scales) if codes.is_cuda else None
-    coder = in_trace(plane.format) if torch.compiler.is_dynamo_compiling() else plane.format
-    return coder.factors(plane.parts, stages_for(codes), values)
+    return plane.format.factors(plane.parts, stages_for(codes), values)
 
 
 def scaled(y: Tensor, a: Factors, b: Factors) -> Tensor:
@@ -120,27 +118,6 @@ class HighPrecision(GemmRule):
     def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
         if not mm_into(a.parts["codes"], b.parts["codes"], out, adds):
             super().run_into(a, b, out, adds)
-
-    @property
-    def in_backward(self) -> GemmRule:
-        return HIGH_PRECISION_IN_BACKWARD
-
-
-class HighPrecisionInBackward(HighPrecision):
-    """`HighPrecision` as one op of a graph. Compilers move a transpose of a weight to forward."""
-
-    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        return _linear(a.parts["codes"], b.parts["codes"], out_dtype, bias, torch.ops.duotone.linear)
-
-
-HIGH_PRECISION_IN_BACKWARD = HighPrecisionInBackward()
-
-
-def _empty_linear(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]))
-
-
-define_op("linear(Tensor a, Tensor b, Tensor? bias) -> Tensor", F.linear, _empty_linear)
 
 
 class ExactBf16(GemmRule):

@@ -137,11 +137,6 @@ class GemmRule:
         """(M, K) and (N, K) -> (M, N) in `out_dtype`; `bias` (N,) is added before the last rounding."""
         raise NotImplementedError
 
-    @property
-    def in_backward(self) -> "GemmRule":
-        """The rule in a graph whose forward may not read the second operand: FSDP2 gathers it for backward alone."""
-        return self
-
     def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
         """The product in the dtype of `out` (M, N), written over it or, `adds`, added to it.
 

@@ -103,7 +103,7 @@ class ScaledProduct(products.GroupedRule):
         if 0 in (rows, cols, a.shape[1]):
             return _empty_product(a, b, out_dtype, bias)
         left = _codes(a, 0, STEP)
-        right = _codes(b, -cols % STEP, STEP, left)
+        right = _codes(b, -cols % STEP, STEP)
         scale_a, scale_b, per_row = self._scales(a, b, rows, right.shape[0])
         fused = bias is not None and _takes_bias(bias, cols, out_dtype)
         dtype = out_dtype if bias is None or fused else torch.float32
@@ -189,7 +189,7 @@ class BlockScaledProduct(products.GroupedRule):
         kinds = _block_kind(a.format), _block_kind(b.format)
         more = -a.shape[0] % STEP if a.format.block.rows == 1 else 0
         left = _codes(a, more, BLOCK)
-        right = _codes(b, -cols % STEP, BLOCK, left)
+        right = _codes(b, -cols % STEP, BLOCK)
         scales = _block_scales(a, left.shape[0]), _block_scales(b, right.shape[0])
         fused = bias is not None and _takes_bias(bias, cols, out_dtype)
         direct = out_dtype is torch.bfloat16 and (bias is None or fused)
@@ -236,11 +236,8 @@ def _empty_product(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor 
     return _cut(y, b.shape[0], out_dtype, bias)
 
 
-def _codes(plane: Operand, more_rows: int, step: int, other: Tensor | None = None) -> Tensor:
-    """The codes with contiguous rows, padded with zeros to sizes that cuBLAS takes.
-
-    A graph transposes them after the `other` operand exists.
-    """
+def _codes(plane: Operand, more_rows: int, step: int) -> Tensor:
+    """The codes with contiguous rows, padded with zeros to sizes that cuBLAS takes."""
     codes, dtype = plane.parts["codes"], plane.format.code_dtype
     assert dtype is not None
     if codes.dtype is dtype and not (more_rows or plane.shape[1] % step) and codes.is_contiguous():
@@ -249,24 +246,8 @@ def _codes(plane: Operand, more_rows: int, step: int, other: Tensor | None = Non
     if more_cols or more_rows:
         codes = F.pad(codes.view(torch.uint8), (0, more_cols, 0, more_rows))
     if not codes.is_contiguous():
-        codes = codes.view(torch.uint8)
-        is_traced = other is not None and torch.compiler.is_dynamo_compiling()
-        codes = torch.ops.duotone.turned_codes(codes, other) if is_traced else contiguous_rows(codes)
+        codes = contiguous_rows(codes.view(torch.uint8))
     return codes.view(dtype)
-
-
-def _turned_codes(codes: Tensor, other: Tensor) -> Tensor:
-    del other
-    return codes.clone(memory_format=torch.contiguous_format) if codes.is_contiguous() else contiguous_rows(codes)
-
-
-def _fake_turned_codes(codes: Tensor, other: Tensor) -> Tensor:
-    del other
-    return torch.empty_like(codes, memory_format=torch.contiguous_format)
-
-
-# Backward's copy of a weight's codes depends on its gradient. Else the partitioner would make and save it in forward.
-define_op("turned_codes(Tensor codes, Tensor other) -> Tensor", _turned_codes, _fake_turned_codes)
 
 
 def _per_row(scale: Tensor, rows: int) -> Tensor:

@@ -58,13 +58,10 @@ def _slope(grad, value, weight, K, CENTRED: tl.constexpr):
 
 @kernel
 def norm_gradient_kernel(
-    dy, x, gamma, mean, rstd, added, dx, partial, M, K,
+    dy, x, gamma, mean, rstd, dx, partial, M, K,
     DGAMMA: tl.constexpr, DBETA: tl.constexpr, TK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx of every P-th row. Sums over these rows, for gamma then beta if needed, are one row each of (1 or 2, P, K).
-
-    dx is rounded before `added`, unless None, is added to it.
-    """
+    """dx of every P-th row. Sums over these rows, for gamma then beta if needed, are one row each of (1 or 2, P, K)."""
     k = tl.arange(0, TK)
     inside = k < K
     weight = wide(gamma, k, inside)
@@ -86,8 +83,6 @@ def norm_gradient_kernel(
             of_beta += grad
         if dx is not None:
             result = (_slope(grad, value, weight, K, mean is not None) * scale).to(dx.dtype.element_ty)
-            if added is not None:
-                result = (result.to(tl.float32) + wide(added + row * K, k, inside)).to(dx.dtype.element_ty)
             tl.store(dx + row * K + k, result, mask=inside)
         scale = later
     place = tl.program_id(0) * K + k
@@ -176,22 +171,18 @@ def backward(
     mean: Tensor | None,
     rstd: Tensor | None,
     needs: tuple[bool, bool, bool],
-    added: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, gamma and beta that `needs` names, in x's dtype; dy and x contiguous (M, K).
-
-    `added`, of the same dtype and shape, is added to the gradient of x.
-    """
+    """The gradients of x, gamma and beta that `needs` names, in x's dtype; dy and x contiguous (M, K)."""
     m, k = x.shape
     needs_dx, *needs_sums = needs
     dx = torch.empty_like(x) if needs_dx else None
     columns, warps = _width(k)
     count, programs = sum(needs_sums), min(m, SUMS // columns)
     partial = torch.empty((count, programs, k), dtype=torch.float32, device=x.device) if count else None
-    stages = 1 + max(1, IN_FLIGHT // ((2 if added is None else 3) * k * x.element_size()))
-    present = gamma is not None, mean is not None, added is not None
+    stages = 1 + max(1, IN_FLIGHT // (2 * k * x.element_size()))
+    present = gamma is not None, mean is not None
     launch = _backward(columns, warps, min(stages, 3), needs, present)
-    launch(programs, (dy, x, gamma, mean, rstd, added, dx, partial), (m, k))
+    launch(programs, (dy, x, gamma, mean, rstd, dx, partial), (m, k))
     if partial is None:
         return dx, None, None
     out = torch.empty((count, k), dtype=x.dtype, device=x.device)

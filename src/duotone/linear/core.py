@@ -9,7 +9,7 @@ Every operand is a plane with its contraction last, in the format that the plan 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -19,9 +19,9 @@ from torch import Tensor
 from duotone.formats import IDENTITY
 from duotone.linear.operand_plan import Original
 from duotone.linear.plan import LinearPlan
-from duotone.linear.plane_source import PlaneSource, in_dtype_of
+from duotone.linear.plane_source import in_dtype_of
 from duotone.linear.sink import GRADIENT, Sink
-from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.pipeline.stage import Gradients, Needs, RowPart, Saved, Stage
 from duotone.tensor.context import QuantizeContext, Slot
 from duotone.tensor.plane import Plane, Planes
 
@@ -42,6 +42,10 @@ class LinearStage(Stage):
     sink: Sink
     name: str = ""
     """The name of the stage in graphs."""
+    handle: Tensor | None = None
+    """In a trace: the number of the module whose delayed slots the stage uses."""
+    row: RowPart | None = None
+    """In a trace: see `row_part`."""
     arity = (3,)
 
     @property
@@ -68,11 +72,6 @@ class LinearStage(Stage):
     def opened(self, slots: Mapping[Slot, Slot]) -> "LinearStage":
         return LinearStage(self.plan.opened(slots), self.sink, self.name) if slots else self
 
-    def roll_after(self, gradient: Tensor) -> None:
-        weight = self.plan.weight
-        slot = None if weight.source.encodes else next(filter(None, weight.context.slots), None)
-        (slot or Slot()).roll_after(gradient)
-
     @property
     def refusal(self) -> str:  # type: ignore[override]
         if self.sink is not GRADIENT:
@@ -85,11 +84,21 @@ class LinearStage(Stage):
 
     def of_module(self, handle: Tensor) -> "LinearStage":
         """In a trace: the stage with the delayed slots of the module that `handle` names."""
-        return LinearStage(self.plan.of_module(handle), self.sink, self.name)
+        return LinearStage(self.plan, self.sink, self.name, handle, self.row)
 
-    def with_weights_from(self, source: PlaneSource) -> "LinearStage":
-        """The stage whose weight has its planes from another source."""
-        return LinearStage(replace(self.plan, weight=replace(self.plan.weight, source=source)), self.sink, self.name)
+    def in_graph(self) -> "LinearStage":
+        handle = self.handle
+        return self if handle is None else LinearStage(self.plan.of_module(handle), self.sink, self.name)
+
+    @property
+    def row_part(self) -> RowPart | None:  # type: ignore[override]
+        row, handle = self.row, self.handle
+        return row if row is None or handle is None else row._replace(handles=(handle,))
+
+    def recording_weight(self) -> "LinearStage":
+        """In a trace: the stage that records the amaxes of a weight that FSDP2 gathered under delayed scales."""
+        assert self.row is not None
+        return LinearStage(self.plan, self.sink, self.name, self.handle, self.row._replace(records=True))
 
     def named(self, operands: Sequence[Item]) -> Operands[Item]:
         """Row counts, seed, weights and biases, or the same of anything that exists once for each operand."""

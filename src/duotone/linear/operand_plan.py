@@ -13,14 +13,13 @@ from torch import Tensor
 
 from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import IDENTITY, Format
-from duotone.linear.plane_source import ENCODE_NOW, HIGH_PRECISION, PlaneSource
+from duotone.linear.plane_source import DEQUANTIZE_HELD, ENCODE_NOW, HIGH_PRECISION, USE_HELD, PlaneSource
 from duotone.tensor import QuantizedTensor
-from duotone.tensor.context import QuantizeContext, Slot
+from duotone.tensor.context import FixedScale, QuantizeContext, Slot
 from duotone.tensor.plane import DeferredPlane, Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
 if TYPE_CHECKING:
-    from duotone.dispatch.cast_ops import TracedProducer
     from duotone.kernels.activations import FusedProducer
 
 
@@ -36,8 +35,8 @@ class BackwardOperand:
     """What forward saves of an operand, and the plane that backward multiplies."""
 
     name: str
-    keep: Callable[[Original, Planes, Quantizer, QuantizeContext], SavedPlane] = field(repr=False)
-    """What to save of a matrix and its planes."""
+    keep: Callable[["OperandPlan", Original, Planes, Tensor | None], SavedPlane] = field(repr=False)
+    """What to save of a matrix and its planes. The last argument is the seed of the call."""
 
     quantizes_gradient: bool = True
     """Whether backward multiplies columnwise planes, so that the gradient of the output is quantized.
@@ -73,32 +72,22 @@ class BackwardOperand:
         return plane if self.quantizes_gradient else Plane.of(plane.dequantize(dtype).t())
 
 
-def _columnwise(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+def _columnwise(operand: "OperandPlan", x: Original, planes: Planes, seed: Tensor | None) -> SavedPlane:
     assert planes.columnwise is not None
     return planes.columnwise
 
 
-def _deferred(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+def _deferred(operand: "OperandPlan", x: Original, planes: Planes, seed: Tensor | None) -> SavedPlane:
     assert isinstance(x, Tensor)
-    return DeferredPlane(partial(columnwise, quantizer, ctx.fixed()), (x,))
+    return operand.deferred(columnwise, (x,), seed)
 
 
-def _deferred_in_graph(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
-    """A partitioner saves the inputs of ops that fuse with nothing, such as a cast.
-
-    So the cast reads a power of 1.0, which fuses with the producer of the tensor. A compiler would drop a copy, or a
-    product with 1.
-    """
-    assert isinstance(x, Tensor)
-    return DeferredPlane(partial(columnwise, quantizer, ctx.fixed()), (x.pow(1.0),))
-
-
-def _supplied(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+def _supplied(operand: "OperandPlan", x: Original, planes: Planes, seed: Tensor | None) -> SavedPlane:
     assert isinstance(x, DeferredPlane)
     return x
 
 
-def _original(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+def _original(operand: "OperandPlan", x: Original, planes: Planes, seed: Tensor | None) -> SavedPlane:
     assert isinstance(x, Tensor)
     if not isinstance(x, QuantizedTensor):
         return Plane.of(x)
@@ -109,7 +98,7 @@ def _original(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeCo
     return plane
 
 
-def _rowwise(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+def _rowwise(operand: "OperandPlan", x: Original, planes: Planes, seed: Tensor | None) -> SavedPlane:
     assert planes.rowwise is not None
     _note_rowwise(x)
     return planes.rowwise
@@ -121,16 +110,24 @@ def _note_rowwise(x: Original) -> None:
         x.gathers.keeps_rowwise = True
 
 
-def columnwise(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -> Plane:
+def columnwise(operand: "OperandPlan", seed: Tensor | None, x: Tensor) -> Plane:
     """Only the columnwise plane of a matrix. UserError for a weight that has no memory now."""
     if not torch.compiler.is_dynamo_compiling() and x.numel() and not x.untyped_storage().nbytes():
         raise UserError(
             "backward reaches a weight that FSDP2 has freed and not gathered again; let the loss come through what the "
             "forward of the sharded module returns, or give fully_shard reshard_after_forward=False"
         )
-    plane = quantizer.encode(x, COLUMNWISE, ctx).columnwise
+    plane = operand.quantizer.encode(x, COLUMNWISE, operand.seeded(seed)).columnwise
     assert plane is not None
     return plane
+
+
+def _scaled(
+    encode: Callable[..., Plane], operand: "OperandPlan", seed: Tensor | None, scale: Tensor, *tensors: Tensor | None
+) -> Plane:
+    """What `encode` gives with this delayed scale, fp32 (1,)."""
+    context = replace(operand.context, slots=(FixedScale(scale), None))
+    return encode(replace(operand, context=context), seed, *tensors)
 
 
 BACKWARD_OPERANDS: dict[str | None, BackwardOperand] = {
@@ -142,8 +139,8 @@ BACKWARD_OPERANDS: dict[str | None, BackwardOperand] = {
 
 REENCODE_IN_BACKWARD = BackwardOperand("encoded again", _deferred, needs_columnwise=False, keeps_original=True)
 """The columnwise plane, which backward encodes from the saved tensor, with the bits that forward would give."""
-REENCODE_IN_GRAPH = replace(REENCODE_IN_BACKWARD, keep=_deferred_in_graph, takes_producer=True)
-"""REENCODE_IN_BACKWARD in a trace, of a tensor that the partitioner may compute again."""
+REENCODE_IN_GRAPH = replace(REENCODE_IN_BACKWARD, takes_producer=True)
+"""REENCODE_IN_BACKWARD in a graph, whose partitioner may compute the tensor again."""
 REENCODE_FROM_PRODUCER = replace(BACKWARD_OPERANDS[None], takes_producer=True)
 """The columnwise plane. After a fused producer, backward encodes it from what the producer saves."""
 USE_SUPPLIED = BackwardOperand("supplied", _supplied)
@@ -185,7 +182,7 @@ class OperandPlan:
             return self.quantizer.encode(x, self.usage, context)
         return self.source.planes(x, self.quantizer, self.usage, context)
 
-    def encode_produced(self, producer: "FusedProducer | TracedProducer", seed: Tensor | None) -> Planes | None:
+    def encode_produced(self, producer: "FusedProducer", seed: Tensor | None) -> Planes | None:
         """Like `encode`, but the cast kernel also computes the matrix (a fused norm or activation).
 
         None if no such kernel applies; the caller then computes the matrix and encodes it.
@@ -194,17 +191,19 @@ class OperandPlan:
 
     def keep(self, x: Original, planes: Planes, seed: Tensor | None) -> SavedPlane | None:
         """What is saved for backward of the matrix `x` and its planes; None if backward does not need the operand."""
-        if not self.is_kept:
-            return None
-        context = self.context if self.stream is None else self.seeded(seed)
-        return self.backward.keep(x, planes, self.quantizer, context)
+        return self.backward.keep(self, x, planes, seed) if self.is_kept else None
 
-    @property
-    def fuses_in_graphs(self) -> bool:
-        """Whether a graph has an op that also makes the matrix."""
-        context, quantizer = self.context, self.quantizer
-        is_plain = type(quantizer) is Quantizer and quantizer.columnwise_source == "original"
-        return is_plain and context.traces_kernel and context.shard is None
+    def deferred(
+        self, encode: Callable[..., Plane], tensors: tuple[Tensor | None, ...], seed: Tensor | None
+    ) -> DeferredPlane:
+        """The plane `encode(plan, seed, *tensors)`, which backward computes with the scale and seed of this forward."""
+        assert tensors[0] is not None
+        plan, slot = self, self.context.slots[0]
+        scale = None if slot is None else slot.scale_now(tensors[0])
+        if scale is not None:
+            plan = replace(self, context=self.context.without_slots())
+            encode, tensors = partial(_scaled, encode), (scale, *tensors)
+        return DeferredPlane(partial(encode, plan), tensors, seed if self.stream is not None else None)
 
     @cached_property
     def formats(self) -> tuple[Format | None, Format | None]:
@@ -224,14 +223,23 @@ class OperandPlan:
         return replace(self, context=replace(self.context, slots=slots))
 
     @property
+    def may_share(self) -> bool:
+        """Whether what is kept may share the memory of the operand."""
+        quantizer = self.quantizer
+        is_identity = IDENTITY in (quantizer.rowwise, quantizer.columnwise)
+        return is_identity or self.backward.keeps_original or not self.source.encodes
+
+    @property
+    def is_known(self) -> bool:
+        """Whether neither a user's quantizer nor a tap, which records each plane, encodes the operand."""
+        return type(self.quantizer) is Quantizer and self.quantizer.is_fixed
+
+    @property
     def is_bindable(self) -> bool:
-        """Whether shapes decide all calls of `encode` and `keep`. What a user's quantizer does is not known."""
-        slots = self.context.slots
-        ours = type(self.quantizer) is Quantizer and self.quantizer.is_fixed  # no tap, which records each plane
-        encodes = ours and self.source in (HIGH_PRECISION, ENCODE_NOW)
-        keeps_moment = self.backward.encodes_again and (any(slots) or self.stream is not None)
-        opens = all(slot is None or slot.is_openable for slot in slots)
-        return encodes and opens and self.context.shard is None and not keeps_moment
+        """Whether shapes decide all calls of `encode` and `keep`."""
+        known = self.is_known and self.source in (HIGH_PRECISION, ENCODE_NOW, USE_HELD, DEQUANTIZE_HELD)
+        opens = all(slot is None or slot.is_openable for slot in self.context.slots)
+        return known and opens and self.context.shard is None
 
     @property
     def slots(self) -> tuple[Slot, ...]:

@@ -57,8 +57,6 @@ def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> Linea
     if reason := _too_small(request, gemms):
         quantizers, sources = _with_held(request, dict.fromkeys(quantizers, Quantizer()))
         gemms = [replace(gemm, reason=reason) for gemm in _gemms(request, override, quantizers)]
-    if request.is_traced and sources["weight"] is USE_HELD and quantizers["weight"].rowwise != IDENTITY:
-        gemms[1] = replace(gemms[1], rule=gemms[1].rule.in_backward)
     draws = [quantizers[kind].is_stochastic for kind in TENSOR_TYPES]
     input_grad, weight_grad, layout = request.input_grad, request.weight_grad, request.layout
     shards = layout.shards
@@ -154,17 +152,15 @@ def _input_backward(request: PlanRequest, override: BackwardOperand, quantizer: 
     if not quantizer.is_repeatable:
         _warn_of_kept_plane(request)
         return override
-    again = REENCODE_IN_GRAPH if request.is_traced else REENCODE_IN_BACKWARD
     if not request.save_original_input:
-        if not _recomputes(request, quantizer):
-            return override
-        return again if request.is_traced else REENCODE_FROM_PRODUCER
+        again = REENCODE_IN_GRAPH if request.is_traced else REENCODE_FROM_PRODUCER
+        return again if _recomputes(request, quantizer) else override
     if quantizer.delayed[1]:
         raise RecipeError(
             f"save_original_input of {request.title}: forward alone records the delayed scale of the "
             "columnwise plane; give its input one delayed format in both directions, or leave the option off"
         )
-    return again
+    return REENCODE_IN_BACKWARD
 
 
 def _weight_backward(

@@ -85,15 +85,6 @@ def _planes_in_graph(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: Quantiz
     return planes_in_graph(x, usage)
 
 
-def _recorded(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-    """The held planes. The amaxes of this call are recorded as the rowwise scale is read."""
-    row, col = _planes_of(x, quantizer, usage, ctx)
-    slot = ctx.slots[0]
-    if row is None or slot is None:
-        return Planes(row, col)
-    return Planes(Plane(row.format, {**row.parts, "scale": slot.recorded(row.parts["scale"])}, row.shape), col)
-
-
 def _dequantized(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
     assert isinstance(x, QuantizedTensor)
     return quantizer.encode(x.values(ctx.nominal or x.dtype), usage, ctx)
@@ -105,8 +96,6 @@ HIGH_PRECISION = PlaneSource("high precision", _values)
 """A plain tensor that stays in high precision."""
 USE_HELD = PlaneSource("held", _planes_of)
 """The planes of a quantized tensor."""
-RECORD_IN_GRAPH = PlaneSource("held", _recorded)
-"""In a trace: the planes of a weight that `gather_quantized` sends under delayed scales."""
 USE_IN_GRAPH = PlaneSource("held", _planes_in_graph)
 """In a trace: the planes of a quantized input, which the graph may make itself."""
 DEQUANTIZE_HELD = PlaneSource("held, dequantized", _dequantized)

@@ -12,10 +12,10 @@ from duotone.dispatch.activations import QUICK, Activation, activation
 from duotone.errors import UserError
 from duotone.ops.basic import ProducerStage
 from duotone.pipeline.op import Op, TensorInfo
-from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.pipeline.rows import in_parts
+from duotone.pipeline.stage import Gradients, Needs, RowPart, Saved, Stage
 
 if TYPE_CHECKING:
-    from duotone.dispatch.cast_ops import TracedProducer
     from duotone.kernels.activations import FusedProducer
     from duotone.pipeline.spread import Spread
 
@@ -26,6 +26,7 @@ class ActivationStage(ProducerStage):
 
     activation: Activation
     keeps: bool
+    row_part: RowPart | None = None
     refusal = ""
 
     @property
@@ -41,18 +42,12 @@ class ActivationStage(ProducerStage):
     def backward(self, dy: Tensor, saved: Saved, needs: Needs) -> Gradients:
         return (self.activation.differentiate(dy, saved[0]),)
 
-    @property
-    def fuses_in_graphs(self) -> bool:
-        return self.activation.kernel != ""
+    def fused_producer(self, x: Tensor) -> "FusedProducer | None":
+        return self.activation.produced(x)
 
-    def fused_producer(self, x: Tensor) -> "FusedProducer | TracedProducer | None":
-        traced = torch.compiler.is_dynamo_compiling()
-        return self.activation.traced(x) if traced else self.activation.produced(x)
-
-    def fused_gradient(self, dy: Tensor, x: Tensor) -> "FusedProducer | TracedProducer | None":
+    def fused_gradient(self, dy: Tensor, x: Tensor) -> "FusedProducer | None":
         """The gradient, as a matrix that the cast kernel computes itself; None if it cannot."""
-        traced = torch.compiler.is_dynamo_compiling()
-        return self.activation.traced_gradient(dy, x) if traced else self.activation.produced_gradient(dy, x)
+        return self.activation.produced_gradient(dy, x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +100,13 @@ class ActivationOp(Op, nn.Module):
     def _build(self) -> None:
         function = activation(self.kind, self.params)
         self.gated = function.gated
-        self._by_keeps = {keeps: self.stage_type(function, keeps) for keeps in (False, True)}
+        self._by_keeps = {keeps: self._stage(function, keeps) for keeps in (False, True)}
+
+    def _stage(self, function: Activation, keeps: bool) -> Stage:
+        stage = self.stage_type(function, keeps)
+        if not stage.is_bindable:
+            return stage
+        return in_parts(stage, f"{self.kind} {sorted(self.params.items())} {keeps}", (keeps,), keeps)
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in super().__getstate__().items() if name != "_by_keeps"}

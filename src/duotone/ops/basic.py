@@ -18,7 +18,6 @@ from duotone.planned.weights import materialise
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from duotone.dispatch.cast_ops import TracedProducer
     from duotone.kernels.activations import FusedProducer
 
 
@@ -44,10 +43,7 @@ class ProducerStage(Stage):
     keeps: bool
     """Whether a backward follows, so that something is saved."""
 
-    fuses_in_graphs: bool
-    """Whether a graph has an op that computes the output and encodes it."""
-
-    def fused_producer(self, x: Tensor, *operands: Tensor | None) -> "FusedProducer | TracedProducer | None":
+    def fused_producer(self, x: Tensor, *operands: Tensor | None) -> "FusedProducer | None":
         """The output as a matrix that the cast kernel, or an op of a graph, computes itself; None if it cannot.
 
         The operands may be followed by what the kernel saved before. Then nothing is measured again.

@@ -8,9 +8,7 @@ kernel may round their values the other way if they are next to a tie (`kernels/
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from duotone.linear.core import LinearStage, as_matrix
@@ -19,14 +17,10 @@ from duotone.linear.plane_source import ENCODE_NOW
 from duotone.ops.activation import ActivationStage
 from duotone.ops.basic import ProducerStage
 from duotone.ops.norm import NormStage
-from duotone.pipeline.rewrites import RULES, register_rule, replace_pairs
+from duotone.pipeline.rewrites import register_rule, replace_pairs
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.tensor.context import Slot
-from duotone.tensor.plane import DeferredPlane, Plane, Usage
-
-if TYPE_CHECKING:
-    from duotone.tensor.context import QuantizeContext
-    from duotone.tensor.quantizer import Quantizer
+from duotone.tensor.plane import Plane, Usage
 
 
 class Pair(Stage):
@@ -63,11 +57,6 @@ class Pair(Stage):
     def rolls_forward_alone(self) -> bool:
         return self.second.rolls_forward_alone or self.first.rolls_forward_alone
 
-    def roll_after(self, gradient: Tensor) -> None:
-        for stage in (self.first, self.second):
-            if stage.rolls_forward_alone:
-                stage.roll_after(gradient)
-
 
 @dataclass(frozen=True, eq=False)
 class CastForward(Pair):
@@ -78,12 +67,6 @@ class CastForward(Pair):
     lean: LinearStage | None = None
     """With `recompute_columnwise`, the linear without the columnwise plane. Backward encodes that plane again, from the
     tensors that the producer saves."""
-
-    @property
-    def is_bindable(self) -> bool:  # type: ignore[override]
-        operand = self.second.plan.input
-        keeps_moment = self.lean is not None and (any(operand.slots) or operand.stream is not None)
-        return super().is_bindable and not keeps_moment
 
     def run(self, x: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, Sequence[Saved], Sequence[Tensor]]:
         *of_producer, weight, bias, seed = operands
@@ -97,22 +80,21 @@ class CastForward(Pair):
             del values
         original = None
         if self.lean is not None:
-            operand = self.second.plan.input
-            encode = partial(_encode_again, self.first, operand.quantizer, operand.seeded(seed).fixed())
-            original = DeferredPlane(encode, saved)
+            original = linear.plan.input.deferred(partial(_encode_again, self.first), saved, seed)
         y, saved_by_linear = linear.multiply(original, planes, x, weight, bias, seed)
         return y, (saved, saved_by_linear), ()
 
 
 def _encode_again(
-    producer: ProducerStage, quantizer: "Quantizer", ctx: "QuantizeContext", x: Tensor, *saved: Tensor
+    producer: ProducerStage, operand: OperandPlan, seed: Tensor | None, x: Tensor, *saved: Tensor
 ) -> Plane:
     """The columnwise plane of a producer's output, computed from the tensors that the producer saves."""
     fused = producer.fused_producer(x, *saved)
-    planes = None if fused is None else quantizer.encode_produced(fused, COLUMNWISE, ctx)
+    ctx = operand.seeded(seed)
+    planes = None if fused is None else operand.quantizer.encode_produced(fused, COLUMNWISE, ctx)
     if planes is None:
         values, _ = producer.forward(x, *saved[: sum(producer.arity)])
-        return columnwise(quantizer, ctx, as_matrix(values))
+        return columnwise(operand, seed, as_matrix(values))
     assert planes.columnwise is not None
     return planes.columnwise
 
@@ -159,19 +141,13 @@ class NormBackward(Pair):
         return dx, (*of_norm, *of_second)
 
 
-def _can_fuse(producer: ProducerStage, operand: OperandPlan) -> bool:
-    """Whether the output of the stage is encoded at once. A trace needs an op for it."""
-    traced = torch.compiler.is_dynamo_compiling()
-    return operand.source is ENCODE_NOW and (not traced or (producer.fuses_in_graphs and operand.fuses_in_graphs))
-
-
 def _casts_output(first: Stage, second: Stage) -> bool:
     """Whether the linear encodes the producer's output, and saves nothing else of it."""
     if not isinstance(first, ProducerStage) or type(second) is not LinearStage:
         return False
     operand = second.plan.input
     keeps_input = operand.is_kept and operand.backward.keeps_original and not operand.backward.takes_producer
-    return _can_fuse(first, operand) and not keeps_input
+    return operand.source is ENCODE_NOW and not keeps_input
 
 
 def _fuse_forward(first: Stage, second: Stage) -> Stage | None:
@@ -197,13 +173,12 @@ def _fuse_backward(first: Stage, second: Stage) -> Stage | None:
     """An activation behind a linear whose gradient is quantized."""
     if type(first) is not LinearStage or not isinstance(second, ActivationStage) or not second.keeps:
         return None
-    return CastBackward(first, second) if _can_fuse(second, first.plan.gradient) else None
+    return CastBackward(first, second) if first.plan.gradient.source is ENCODE_NOW else None
 
 
 cast_forward = partial(replace_pairs, fuse=_fuse_forward)
 cast_backward = partial(replace_pairs, fuse=_fuse_backward)
 norm_backward = partial(replace_pairs, fuse=_fuse_norm)
-RULES.for_traces += [cast_forward, cast_backward, norm_backward]
 register_rule(cast_forward, "forward")
 register_rule(cast_backward, "backward")
 register_rule(norm_backward, "backward")

@@ -12,7 +12,8 @@ from duotone.dispatch.norms import NORMS, L2Kernel, LayerNormKernel, RMSNormKern
 from duotone.errors import UserError, one_of
 from duotone.ops.basic import ProducerStage
 from duotone.pipeline.op import Op, TensorInfo
-from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.pipeline.rows import in_parts
+from duotone.pipeline.stage import Gradients, Needs, RowPart, Saved, Stage
 from duotone.pipeline.titles import title
 from duotone.planned.split_parameters import tensors_of
 from duotone.planned.weights import materialise
@@ -20,7 +21,6 @@ from duotone.planned.weights import materialise
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from duotone.dispatch.cast_ops import TracedProducer
     from duotone.kernels.activations import FusedProducer
     from duotone.pipeline.spread import Spread
 
@@ -40,6 +40,7 @@ class NormStage(ProducerStage):
     eps: float
     zero_centered: bool
     keeps: bool
+    row_part: RowPart | None = None
     arity = (2,)
     refusal = ""
     reads = (True, True, False)
@@ -55,17 +56,12 @@ class NormStage(ProducerStage):
         y, *measured = self.kernel.forward(*self._inputs(x, gamma, beta), self.eps)
         return y.to(x.dtype), self.keep(x, gamma, beta, *measured)
 
-    @property
-    def fuses_in_graphs(self) -> bool:
-        return self.kernel.op != "" and not self.zero_centered
-
     def fused_producer(
         self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, *measured: Tensor
-    ) -> "FusedProducer | TracedProducer | None":
+    ) -> "FusedProducer | None":
         if self.zero_centered:
             return None
-        produced = self.kernel.traced if torch.compiler.is_dynamo_compiling() else self.kernel.produced
-        return produced(x, gamma, beta, self.eps, *measured)
+        return self.kernel.produced(x, gamma, beta, self.eps, *measured)
 
     def backward(self, dy: Tensor, saved: Saved, needs: Needs) -> Gradients:
         x, gamma, beta, *measured = saved
@@ -102,7 +98,13 @@ class NormOp(Op):
         one_of("normalization", kind, NORMS)
         self.owner, self.names = owner, (f"{prefix}weight", f"{prefix}bias")
         self.kind, self.eps, self.zero_centered = kind, eps, zero_centered
-        self.stages = {keeps: NormStage(NORMS[kind], eps, zero_centered, keeps) for keeps in (False, True)}
+        self.stages = {keeps: self._stage(keeps) for keeps in (False, True)}
+
+    def _stage(self, keeps: bool) -> NormStage:
+        stage = NormStage(NORMS[self.kind], self.eps, self.zero_centered, keeps)
+        if self.zero_centered:
+            return stage  # its gamma may have another dtype than its gradient in a row
+        return in_parts(stage, f"{self.kind} {self.eps} {keeps}", (keeps, keeps, keeps), keeps)
 
     def parameters(self) -> Parameters:
         """(gamma, beta), None for one that the module does not have."""

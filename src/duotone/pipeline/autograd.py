@@ -177,7 +177,7 @@ def run_traced_backward(ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> 
         return (None,) * len(ctx.needs_input_grad)
     for stage in ctx.backward_of.stages:
         if stage.rolls_forward_alone:
-            stage.roll_after(gradients[0])
+            torch.ops.duotone.roll_after(gradients[0])
     repeated = ctx.backward_of.repeated or {}
     forward, backward, dx, *of_operands = run_backward(ctx, gradients)
     inputs = [dx.dequantize() if isinstance(dx, QuantizedTensor) else dx, *of_operands]

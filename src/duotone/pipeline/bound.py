@@ -42,6 +42,8 @@ class Bindings:
 
     def __init__(self, body: Body, slots: Sequence[Slot] = ()) -> None:
         self.body, self.slots = body, slots
+        self.repeats = True
+        """Whether the plan and the shapes decide all calls of the body. Else each call runs it."""
         self.codes: dict[Hashable, Callable[..., Any] | None] = {}
         """By signature. None for one whose body no code can repeat."""
         self.seen: set[Hashable] = set()
@@ -52,7 +54,9 @@ class Bindings:
         Their shapes, strides, dtypes and alignments decide the signature, and `choice` does. `others` hold values of
         the moment in tuples and lists.
         """
-        if torch._C._len_torch_dispatch_stack():  # fake tensors and observers see the calls of the body itself
+        if (
+            not self.repeats or torch._C._len_torch_dispatch_stack()
+        ):  # fake tensors and observers see the calls of the body itself
             return self.body((), tensors, *others)
         opened = self.slots[0].open_together(self.slots) if self.slots else ()
         count, is_steady = len(tensors), True

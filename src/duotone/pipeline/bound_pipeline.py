@@ -18,7 +18,7 @@ def bindings_of(forward: Stages, backward: Backward) -> Bindings | None:
     return Bindings(partial(_forward_and_backward, forward, slots, backward), slots)
 
 
-def _opened(stages: Stages, slots: Sequence[Slot], opened: Sequence[Slot]) -> Stages:
+def opened_stages(stages: Stages, slots: Sequence[Slot], opened: Sequence[Slot]) -> Stages:
     """The stages of one call. They open their slots themselves if `opened` is empty."""
     of_call = dict(zip(slots, opened, strict=True)) if opened else {}
     return tuple([stage.opened(of_call) for stage in stages]) if opened else stages
@@ -31,7 +31,7 @@ def _forward_and_backward(
     of_gradients = [slot for stage in backward.stages for slot in stage.gradient_slots]
     of_backward = Bindings(partial(_backward, backward.stages, of_gradients), of_gradients)
     x, *operands = tensors
-    return *run_forward(_opened(stages, slots, opened), backward.again, x, tuple(operands)), of_backward
+    return *run_forward(opened_stages(stages, slots, opened), backward.again, x, tuple(operands)), of_backward
 
 
 def _backward(
@@ -42,4 +42,4 @@ def _backward(
     handed, outputs, saved = [tensors[0]], tensors[1 : 1 + extra], unpack(shells, tensors[1 + extra :])
     tensors.clear()
     del saved[-1]  # what second derivatives need
-    return None, None, *differentiate(_opened(stages, slots, opened), handed, outputs, saved, needs)
+    return None, None, *differentiate(opened_stages(stages, slots, opened), handed, outputs, saved, needs)

@@ -23,7 +23,8 @@ from duotone.pipeline.autograd import (
 from duotone.pipeline.bound_pipeline import bindings_of
 from duotone.pipeline.channels import Channels
 from duotone.pipeline.deferred import DeferredOutput
-from duotone.pipeline.rewrites import RULES, rewrite, rewrite_traced
+from duotone.pipeline.entry import in_rows
+from duotone.pipeline.rewrites import RULES, rewrite
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.pipeline.stage import Stage
 from duotone.pipeline.titles import title
@@ -231,8 +232,8 @@ def run(
         stages += (stage,)
         count += op.extra_inputs
     if torch.compiler.is_dynamo_compiling():
-        forward, rewritten = rewrite_traced(stages)
-        backward, rolls, apply = Backward(rewritten), False, apply_traced
+        forward = in_rows(stages)
+        backward, rolls, apply = Backward(forward), False, apply_traced
         if is_transformed():  # a transform would not find the backward of PipelineFunction, and give zeros
             again = second_order(stages, owner.__dict__.get("module_name", ""))
             again.check()
@@ -314,7 +315,9 @@ def _rewritten(
     if entry is None:
         if len(cache) >= REMEMBERED:
             cache.clear()
-        forward, backward = rewrite(stages)
+        forward, backward = rewrite(
+            tuple([stage.in_graph() for stage in stages])
+        )  # code behind a broken graph has such
         again = second_order(stages, owner.get("module_name", ""))
         rolls = any(stage.rolls_forward_alone for stage in stages)
         of_backward = Backward(backward, again, alone)

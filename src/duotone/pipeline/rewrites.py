@@ -17,15 +17,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.rules: dict[str, list[Rule]] = {"both": [], "forward": [], "backward": []}
-        self.for_traces: list[Rule] = []
-        """Rules for a single pass that run in traces too, while they are registered."""
-        self.version = -1
-        self.changed()
-
-    def changed(self) -> None:
-        """Count a change of the rules."""
-        self.version += 1
-        self.traced = {when: [rule for rule in rules if rule in self.for_traces] for when, rules in self.rules.items()}
+        self.version = 0
 
 
 RULES = Registry()
@@ -42,7 +34,7 @@ def register_rule(rule: Rule, when: str = "both", *, prepend: bool = False) -> N
     if when not in RULES.rules:
         raise UserError(f"a rewrite rule for {when!r} is unknown; allowed are {', '.join(RULES.rules)}")
     RULES.rules[when].insert(0 if prepend else len(RULES.rules[when]), rule)
-    RULES.changed()
+    RULES.version += 1
 
 
 def unregister_rule(rule: Rule) -> None:
@@ -50,23 +42,13 @@ def unregister_rule(rule: Rule) -> None:
     for rules in RULES.rules.values():
         if rule in rules:
             rules.remove(rule)
-    RULES.changed()
+    RULES.version += 1
 
 
 def rewrite(stages: Stages) -> tuple[Stages, Stages]:
     """The stages of forward and of backward."""
     joint = _apply("both", stages)
     return _apply("forward", joint), _apply("backward", joint)
-
-
-def rewrite_traced(stages: Stages) -> tuple[Stages, Stages]:
-    """`rewrite` in a trace, which checks no rule."""
-    forward = backward = stages
-    for rule in RULES.traced["forward"]:
-        forward = rule(forward)
-    for rule in RULES.traced["backward"]:
-        backward = rule(backward)
-    return forward, backward
 
 
 def _apply(when: str, stages: Stages) -> Stages:

@@ -6,9 +6,8 @@ Modules and fusible ops are tuples of stages; `pipeline/autograd.py` runs them i
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
@@ -29,9 +28,26 @@ Gradients = tuple[Tensor | None, ...]
 
 Shells = list[list[Any]]
 """A saved value without its buffers: (format, shape, part names) of a plane, TENSOR of a tensor,
-(DEFERRED, make, number of tensors) of a deferred plane. None and tuples of one element stand for themselves."""
+(DEFERRED, make, number of tensors, seed) of a deferred plane. None and tuples of one element stand for themselves."""
 
 TENSOR, DEFERRED = "tensor", "deferred"
+
+
+class RowPart(NamedTuple):
+    """What a trace knows of a stage that may be part of a row.
+
+    `sources`: of its input and each operand, whether backward reads it as it is. `is_quantized`: a row needs one such
+    part. `input_grad`: whether backward gives its input a gradient. `recomputes`: backward encodes its input again.
+    `records`: the amaxes of its weight, which FSDP2 gathered, are recorded as its scale is read.
+    """
+
+    name: str
+    handles: tuple[Tensor, ...]
+    sources: tuple[bool, ...]
+    is_quantized: bool
+    input_grad: bool
+    recomputes: bool = False
+    records: bool = False
 
 
 class Stage:
@@ -64,14 +80,17 @@ class Stage:
         """The stage of one call, which has opened slots."""
         return self
 
+    row_part: RowPart | None = None
+    """In a trace: how a row holds the stage. None for one that is no part of rows."""
+
+    def in_graph(self) -> "Stage":
+        """In a trace: the stage outside of rows."""
+        return self
+
     @property
     def rolls_forward_alone(self) -> bool:
         """Whether delayed scales of forward roll at the end of the backward because nothing else asks for it."""
         return False
-
-    def roll_after(self, gradient: Tensor) -> None:
-        """In a trace of the backward: let delayed scales of forward roll at its end."""
-        torch.ops.duotone.roll_after(gradient)
 
     def replay(self, x: Tensor, operands: Sequence[Any], saved: Saved | None) -> tuple[Tensor, ...]:
         """(y, *extra outputs) in operations that autograd differentiates any number of times.
@@ -127,7 +146,7 @@ def pack(saved: Sequence[Saved]) -> tuple[Shells, list[Tensor | None]]:
                 entry.append(TENSOR)
                 tensors.append(one)
             elif isinstance(one, DeferredPlane):
-                entry.append((DEFERRED, one.make, len(one.tensors)))
+                entry.append((DEFERRED, one.make, len(one.tensors), one.seed))
                 tensors.extend(one.tensors)
             else:
                 entry.append(one)
@@ -146,8 +165,8 @@ def unpack(shells: Shells, tensors: Sequence[Any]) -> list[Saved]:
             elif shell is TENSOR:
                 values.append(next(remaining))
             elif shell[0] is DEFERRED:
-                _, make, count = shell
-                values.append(DeferredPlane(make, tuple(islice(remaining, count))))
+                _, make, count, seed = shell
+                values.append(DeferredPlane(make, tuple(islice(remaining, count)), seed))
             else:
                 fmt, shape, names = shell
                 values.append(Plane(fmt, dict(zip(names, remaining, strict=False)), shape))

@@ -13,15 +13,14 @@ from torch import Tensor
 
 from duotone.comm import group_size
 from duotone.errors import UserError
-from duotone.formats import IDENTITY
 from duotone.graph_ops import STATEFUL, define_op
 from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage
-from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plan import LinearPlan
 from duotone.pipeline.op import info_of
+from duotone.pipeline.rows import View
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage, pack, unpack
-from duotone.planned.saved_forwards import FORWARDS, TAKES_NO_VALUES, ForBackward, Token, View
+from duotone.planned.saved_forwards import FORWARDS, TAKES_NO_VALUES, ForBackward, Token
 from duotone.planned.traced_stages import planner_of
 from duotone.state.torch_private import mark_effect
 from duotone.tensor import QuantizedTensor
@@ -63,7 +62,7 @@ class OpaqueStage(Stage):
     def forward(self, x: Tensor, *operands: Any) -> tuple[Tensor, Saved]:
         splits, seed, weights, biases = self.stage.named(operands)
         parts = [part for w in weights for part in (w.parts if isinstance(w, QuantizedTensor) else (w,))]
-        shares = _may_share(self.plan.input), _may_share(self.plan.weight)
+        shares = self.plan.input.may_share, self.plan.weight.may_share
         counts = splits if isinstance(splits, tuple | list) else ()
         splits = splits if isinstance(splits, Tensor) else None
         size = (self._rows(x.shape[0]), *x.shape[1:-1], weights[0].shape[0])
@@ -97,16 +96,6 @@ class OpaqueStage(Stage):
             return rows
         size = group_size(layout.group)
         return rows * size if layout.mode == "column" else rows // size
-
-
-def _may_share(operand: OperandPlan) -> bool:
-    """Whether the saved tensors of an operand may share its memory."""
-    quantizer = operand.quantizer
-    return (
-        IDENTITY in (quantizer.rowwise, quantizer.columnwise)
-        or operand.backward.keeps_original
-        or not operand.source.encodes
-    )
 
 
 def _forward(  # noqa: PLR0913 (the arguments of the op)
@@ -164,7 +153,7 @@ def _backward(
     stage = entry.stage
     waits = any(linear.sink.waits for linear in stage.linears)  # then the product outlives the graph's buffers
     tensors = entry.restore(sources, waits)
-    if waits and _may_share(stage.plan.gradient):
+    if waits and stage.plan.gradient.may_share:
         dy = dy.clone()
     needs = stage.ordered((False, False, of_weights, of_biases))
     (saved,) = unpack(entry.shells, tensors)

@@ -17,10 +17,11 @@ from duotone.linear.grouped import GroupedStage
 from duotone.linear.layout import Layout, compared
 from duotone.linear.plan import LinearPlan, PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
-from duotone.linear.plane_source import DEQUANTIZE_HELD, RECORD_IN_GRAPH, USE_HELD, USE_IN_GRAPH
+from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD, USE_IN_GRAPH
 from duotone.linear.sink import GRADIENT, main_grad
 from duotone.numbered import ByName
 from duotone.pipeline.op import KEEPS, TensorInfo
+from duotone.pipeline.rows import Rows
 from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.pipeline.titles import title
 from duotone.planned import delayed_states, trace_errors, traced_stages
@@ -29,7 +30,7 @@ from duotone.planned.opaque_stage import OpaqueStage
 from duotone.planned.parametrizations import reads_without_effect, weights_of
 from duotone.planned.same_recipes import WRAPPED
 from duotone.planned.sent_weights import require_planes
-from duotone.planned.traced_stages import Call, TracedSlot
+from duotone.planned.traced_stages import Call, TracedSlot, add_part
 from duotone.planned.weight_options import WeightOptions
 from duotone.planned.weights import demand, follow, is_sent, lacks_rowwise, records_amaxes
 from duotone.recipes.recipe import Recipe, drop_dead
@@ -65,6 +66,8 @@ class Planner:
         self.tapped: Callable[[Recipe], Recipe] | None = None
         """During a sampled step: replaces the recipe of an eager call by one that also records."""
         self.number, self.handle = traced_stages.numbered(self)
+        self.rows: Rows = {}
+        """What runs the stages of this module in graphs."""
         self.config = ""
         self.forget()
 
@@ -235,10 +238,10 @@ class Planner:
         )
         stage = traced_stages.template_of(name).stage
         if quantizer is not None and any(records_amaxes(weight) for weight in module.weights):
-            if not isinstance(stage, LinearStage) or not quantizer.delayed[0]:
+            if not isinstance(stage, LinearStage) or stage.row is None or not quantizer.delayed[0]:
                 trace_errors.refuse_amaxes()
-            stage = stage.with_weights_from(RECORD_IN_GRAPH)
-        return stage.of_module(self.handle) if stage.plan.is_delayed else stage
+            stage = stage.recording_weight()
+        return stage if stage.plan.is_shared else stage.of_module(self.handle)
 
     def answer(self, recipe: Recipe) -> dict[str, Quantizer]:
         """The quantizer that a recipe gives each slot. A recipe that is a function is called once per slot."""
@@ -258,7 +261,8 @@ class Planner:
         module.require_whole()
         members = range(module.num_gemms)
         plans = [plan.with_slots(partial(TracedSlot, name, member)) if plan.is_delayed else plan for member in members]
-        return module.make_stage([LinearStage(each, GRADIENT, name) for each in plans])
+        row = add_part(name, plan, module)
+        return module.make_stage([LinearStage(each, GRADIENT, name, None, row) for each in plans])
 
     def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
         """The delayed slot of this module for a slot of a template."""

@@ -13,41 +13,10 @@ from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage
 from duotone.numbered import Numbered
 from duotone.pipeline.op import KEEPS
+from duotone.pipeline.rows import View
 from duotone.state.torch_private import define_effects_of
-from duotone.tensor.plane import same_memory
 
 aten = torch.ops.aten
-
-
-class View(NamedTuple):
-    """A saved tensor that shares the memory of a source, by the source's index. Their elements are of one size."""
-
-    source: int
-    source_stride: tuple[int, ...]
-    """Of the source in forward. Hooks for saved tensors may hand out a copy with other strides."""
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @staticmethod
-    def of(tensor: Tensor | None, sources: Sequence[Tensor]) -> "View | None":
-        """The view of the first source whose memory the tensor has. None if it has that of none."""
-        for i, source in enumerate(sources):
-            if tensor is not None and same_memory(tensor, source):
-                offset = int(tensor.storage_offset() - source.storage_offset())
-                return View(i, source.stride(), tensor.dtype, tensor.size(), tensor.stride(), offset)
-        return None
-
-    def restore(self, sources: Sequence[Tensor], copies: bool) -> Tensor:
-        """The tensor, over the memory of its source or, `copies`, over new memory."""
-        source = sources[self.source]
-        if source.stride() != self.source_stride:
-            strides = source.size(), self.source_stride
-            source = torch.empty_strided(*strides, dtype=source.dtype, device=source.device).copy_(source)
-        source = source.view(self.dtype)
-        tensor = source.as_strided(self.size, self.stride, source.storage_offset() + self.offset)
-        return tensor.clone() if copies else tensor
 
 
 class OnCpu(NamedTuple):

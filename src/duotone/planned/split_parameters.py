@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from duotone.dispatch.graph_patterns import find_patterns
-from duotone.dispatch.produced_ops import rows_below
+from duotone.allocate import rows_below
+from duotone.dispatch.graph_patterns import find_joined_weights
 from duotone.errors import UserError
 from duotone.pipeline.autograd import with_gradient
 from duotone.pipeline.op import is_distributed
@@ -125,7 +125,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-        find_patterns()
-        return torch.cat(list(parts))  # a trace knows no addresses; the op of a cast does
+        find_joined_weights()
+        return torch.cat(list(parts))  # a trace knows no addresses; a row does
     sizes = [part.shape[0] for part in parts]
     return with_gradient(lambda *parts: rows_below(parts), lambda dy: dy.split(sizes), *parts)

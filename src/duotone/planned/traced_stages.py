@@ -7,20 +7,25 @@ its seed, and the `handle` by which delayed scaling finds its states.
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
 
-from duotone.dispatch.produced_ops import Inputs, empty_produced, produced_planes
 from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, define_op
+from duotone.linear.core import LinearStage
 from duotone.linear.layout import Layout
+from duotone.linear.plan import LinearPlan
+from duotone.linear.sink import GRADIENT
 from duotone.numbered import ByName, Numbered, attribute_name, constant_in_traces, with_guards, without_guards
 from duotone.pipeline.op import is_distributed
+from duotone.pipeline.rows import PARTS, Part, Rows, held_weight
+from duotone.pipeline.stage import RowPart
 from duotone.planned.answers import Answers, shared, warn_of_identities
 from duotone.planned.parametrizations import reads_without_effect
 from duotone.planned.trace_errors import leave_to_eager
@@ -29,8 +34,6 @@ from duotone.state import seeds
 from duotone.state.delayed_slot import define_slot_ops
 from duotone.state.frames import is_trace_recomputed
 from duotone.state.region import AMAX_MODES, AmaxMode
-from duotone.state.rolling import roll_after
-from duotone.state.torch_private import mark_effect
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import Slot
 from duotone.tensor.quantizer import TRACED, Quantizer, name_quantizer
@@ -167,12 +170,6 @@ class TracedSlot(Slot):
     def of_module(self, handle: Tensor) -> "TracedSlot":
         return replace(self, handle=handle)
 
-    def roll_after(self, gradient: Tensor) -> None:
-        torch.ops.duotone.traced_roll_after(gradient, self.handle, self.plan)
-
-    def recorded(self, scale: Tensor) -> Tensor:
-        return torch.ops.duotone.traced_recorded(scale, self.handle, self.plan, self.member)
-
     def scale_for(self, x: Tensor) -> Tensor:
         return torch.ops.duotone.traced_scale(x, self.handle, self.plan, self.member, self.operand, self.side)
 
@@ -180,19 +177,35 @@ class TracedSlot(Slot):
         where = (self.handle, self.plan, self.member, self.operand, self.side)
         return torch.ops.duotone.traced_planes(x, *where, row, col, propagate)
 
-    def cast_produced(
-        self, what: str, inputs: Sequence[Tensor | None], eps: float, row: str, col: str, propagate: bool
-    ) -> list[Tensor]:
-        where = (self.handle, self.plan, self.member, self.operand, self.side)
-        return torch.ops.duotone.traced_produced(what, inputs, eps, row, col, propagate, *where)
+
+class ShapeSlot(Slot):
+    """A slot of a stage that only tells shapes."""
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        return x.new_empty(1, dtype=torch.float32)
+
+    scale_now = scale_for
+
+
+def add_part(name: str, plan: LinearPlan, module: "Planned") -> RowPart | None:
+    """Let rows hold the linear of a plan under a name. None if they do not."""
+    row = plan.row_part(name)
+    if row is not None:
+        shapes = plan.with_slots(lambda *_: ShapeSlot()) if plan.is_delayed else plan
+        held = None if module.weight_held is None else held_weight(module.weight_held, module.weights[0])
+        of_one = None if plan.is_shared else partial(of_module, name)
+        PARTS[name] = Part(LinearStage(shapes, GRADIENT), of_one, held)
+    return row
+
+
+def of_module(name: str, handle: Tensor) -> "tuple[PlannedStage, Rows]":
+    """The stage of the module that a handle names, and where its rows are remembered."""
+    planner = planner_of(handle)
+    return planner.follow(name)[1], planner.rows
 
 
 def _slot(handle: Tensor, *place: Any) -> Slot:
     return owner_of(handle).slot(*place)
-
-
-def _produced(what: str, inputs: Inputs, eps: float, row: str, col: str, propagate: bool, *place: Any) -> list[Tensor]:
-    return produced_planes(what, inputs, eps, row, col, propagate, slot=_slot(*place))
 
 
 PLACE = "Tensor handle, str plan, int member, str operand, int side"
@@ -218,24 +231,6 @@ define_op(
     _empty_recorded,
     tags=STATEFUL,
 )
-define_op(
-    f"traced_produced(str what, Tensor?[] inputs, float eps, str row, str col, bool propagate, {PLACE}) -> Tensor[]",
-    _produced,
-    empty_produced,
-    devices=("CUDA",),
-    tags=STATEFUL,
-)
-
-
-def _roll_after(gradient: Tensor, handle: Tensor, plan: str) -> None:
-    planner_of(handle).follow(plan)
-    roll_after(gradient)
-
-
-define_op(
-    "traced_roll_after(Tensor gradient, Tensor handle, str plan) -> ()", _roll_after, lambda *_: None, tags=STATEFUL
-)
-mark_effect("duotone::traced_roll_after")
 
 
 def move(planner: "Planner", old: str, new: str) -> None:
@@ -263,7 +258,9 @@ def _forget(config: str, keys: Iterable[tuple[str, ...]]) -> None:
     """Forget stages of a content, by their keys in `_NAMES`."""
     names = _NAMES.get(config, {})
     for key in keys:
-        delattr(PLANS, names.pop(key))
+        name = names.pop(key)
+        delattr(PLANS, name)
+        PARTS.pop(name, None)
     if not names:
         _NAMES.pop(config, None)
 

@@ -114,12 +114,11 @@ class DelayedSlot(Slot):
         scales = state.start(slice(slots.start, slots.stop, slots.step), amaxes, mode not in EVALUATION, fits)
         return scales[self.index : self.index + 1]
 
-    def fixed(self) -> Slot:
-        """The slot with its present scale. In compiled code and under fake tensors itself: there the op recomputes."""
+    def scale_now(self, x: Tensor) -> Tensor | None:
         if torch.compiler.is_dynamo_compiling() or is_faking():
-            return self
+            return None  # there the op recomputes
         recomputes = self.mode is AmaxMode.RECOMPUTE or (not self.backward and in_backward())
-        return FixedSlot(self.holder, self.holder.used(recomputes), self.index)
+        return self.holder.scales_of(self.holder.used(recomputes))[self.index : self.index + 1].clone()
 
     def open(self) -> "OpenDelayedSlot":
         return self.open_together((self,))[0]
@@ -192,20 +191,8 @@ class OpenDelayedSlot(OpenSlot):
                 scale = self.slot.start(state, slots, amaxes(), mode, self.fits)
         return scale, self.live
 
-    def fixed(self) -> Slot:
-        return FixedSlot(self.state, self.scales, self.slot.index)
-
-
-@dataclass(frozen=True, eq=False)
-class FixedSlot(Slot):
-    """The scale that a slot had at one time, independent of later steps of its state."""
-
-    state: DelayedState
-    scales: Scales
-    index: int
-
-    def scale_for(self, x: Tensor) -> Tensor:
-        return self.state.scales_of(self.scales)[self.index : self.index + 1]
+    def scale_now(self, x: Tensor) -> Tensor:
+        return self.scale.clone()
 
 
 TRACED: set[str] = set()

@@ -19,9 +19,9 @@ class Slot:
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
-    def fixed(self) -> "Slot":
-        """The slot with its present scale, to encode the same tensor again. Records nothing."""
-        return self
+    def scale_now(self, x: Tensor) -> Tensor | None:
+        """A copy of the scale that the last encode, of x, had, fp32 (1,). None where the slot itself keeps it."""
+        return None
 
     def serves(self, other: "Slot | None") -> bool:
         """Whether a graph that was traced with this slot of a tensor may run with another slot."""
@@ -41,10 +41,6 @@ class Slot:
     def events(self) -> tuple[int, int]:
         """How many amaxes so far were not finite and did not enter the history, and how many were clamped."""
         return 0, 0
-
-    def recorded(self, scale: Tensor) -> Tensor:
-        """In a trace: the scale of planes that FSDP2 gathered, read as their amaxes are recorded."""
-        raise NotImplementedError
 
     is_openable = False
     """Whether calls can open it. Those of traces are opened by ops."""
@@ -82,19 +78,9 @@ class Slot:
         """Like `place`, for the first of `count` slots, `distance` apart. `amaxes` measures all, fp32 (count,)."""
         raise NotImplementedError
 
-    def roll_after(self, gradient: Tensor) -> None:
-        """In the traced backward of a quantized weight, which no op encodes: let the scale roll at its end."""
-        torch.ops.duotone.roll_after(gradient)
-
     def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> list[Tensor]:
         """In traced code: the parts of both planes, in the formats of these names ("" for no plane)."""
         return torch.ops.duotone.cast_planes(x, row, col, propagate, self.scale_for(x))
-
-    def cast_produced(
-        self, what: str, inputs: Sequence[Tensor | None], eps: float, row: str, col: str, propagate: bool
-    ) -> list[Tensor]:
-        """In traced code: like `dispatch.produced_ops.produced_planes`."""
-        raise NotImplementedError
 
 
 class OpenSlot(Slot):
@@ -164,14 +150,6 @@ class QuantizeContext:
     def without_slots(self) -> "QuantizeContext":
         """The context of a copy. Writes to the copy record nothing in the history of the original."""
         return self if self.slots == (None, None) else self._but((None, None), self.seed)
-
-    def fixed(self) -> "QuantizeContext":
-        """The context with which a later encode has the scales of an encode now."""
-        row, col = self.slots
-        if row is col is None:
-            return self
-        slots = row and row.fixed(), col and col.fixed()
-        return self._but(slots, self.seed)
 
     def _but(self, slots: tuple[Slot | None, Slot | None], seed: Tensor | None) -> "QuantizeContext":
         options = self.traces_kernel, self.propagate, self.nominal, self.typed, self.traced_formats

@@ -15,8 +15,7 @@ from torch.autograd.graph import increment_version
 
 from duotone.comm import all_gather
 from duotone.dispatch.cast_ops import named_parts
-from duotone.dispatch.casts import contiguous, decoded, is_predicted, one_read
-from duotone.dispatch.format_nodes import in_trace
+from duotone.dispatch.casts import FP8_DTYPES, contiguous, decoded, is_predicted, one_read
 from duotone.dispatch.stages import stages_for
 from duotone.errors import MissingPlaneError
 from duotone.formats import IDENTITY, Format, Parts
@@ -24,7 +23,6 @@ from duotone.formats.geometry import crop
 from duotone.tensor.context import QuantizeContext, Slot
 
 if TYPE_CHECKING:
-    from duotone.dispatch.cast_ops import TracedProducer
     from duotone.kernels.activations import FusedProducer
 
 
@@ -92,8 +90,7 @@ class Plane:
         values = decoded(self.format, self.parts, dtype, scaled=True) if codes.is_cuda else None
         if values is not None:
             return values
-        coder = in_trace(self.format) if torch.compiler.is_dynamo_compiling() else self.format
-        return coder.decode(self.parts, dtype, stages_for(codes))
+        return self.format.decode(self.parts, dtype, stages_for(codes))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrix that the plane stands for, (rows, cols), without any rotation."""
@@ -200,7 +197,7 @@ def encode_once(
     col: Format | None,
     x: Tensor,
     ctx: QuantizeContext,
-    producer: "FusedProducer | TracedProducer | None" = None,
+    producer: "FusedProducer | None" = None,
 ) -> Planes | None:
     """The planes of a CUDA matrix in these formats from one read of it. None if stages have to encode it.
 
@@ -213,12 +210,12 @@ def encode_once(
         if slot is None:
             return None
     if torch.compiler.is_dynamo_compiling():
-        return _encode_traced(row, col, x, slot, ctx, producer)  # type: ignore[arg-type]  # no kernel runs in a trace
+        return _encode_traced(row, col, x, slot, ctx)  # no kernel runs in a trace
     if producer is not None and ctx.shard is not None:
         return None
     cast = one_read(row, col, x, ctx.propagate)
     if cast is None:
-        return _encode_traced(row, col, x, slot, ctx, None) if producer is None and is_predicted(x) else None
+        return _encode_traced(row, col, x, slot, ctx) if producer is None and is_predicted(x) else None
     seed = _seed(row, col, x, ctx) if cast.is_random else ()
     if seed is None:
         return None
@@ -235,7 +232,7 @@ def encode_once(
         parts = cast(x, scales, live, amaxes, *seed, typed=ctx.typed)
     else:
         rows, cols = producer.shape
-        parts = cast.produced(producer, scales, live, *seed, typed=ctx.typed)  # type: ignore[arg-type]  # not traced
+        parts = cast.produced(producer, scales, live, *seed, typed=ctx.typed)
     return Planes(
         None if row is None or parts[0] is None else Plane(row, parts[0], (rows, cols)),
         None if col is None or parts[1] is None else Plane(col, parts[1], (cols, rows)),
@@ -268,12 +265,7 @@ def _seed(row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeContex
 
 
 def _encode_traced(
-    row: Format | None,
-    col: Format | None,
-    x: Tensor,
-    slot: Slot | None,
-    ctx: QuantizeContext,
-    producer: "TracedProducer | None",
+    row: Format | None, col: Format | None, x: Tensor, slot: Slot | None, ctx: QuantizeContext
 ) -> Planes | None:
     """`encode_once` as one opaque op, of a graph or of a prediction."""
     seed = _seed(row, col, x, ctx)
@@ -282,17 +274,15 @@ def _encode_traced(
     if not has_kernel or ctx.shard is not None or seed is None:
         return None
     names = "" if row is None else row.name, "" if col is None else col.name
-    if producer is not None:
-        if slot is not None:
-            results = slot.cast_produced(*producer.matrix, *names, ctx.propagate)
-        else:
-            results = torch.ops.duotone.produced_planes(*producer.matrix, *names, ctx.propagate, *seed)
-        parts = producer.take(results)
-    elif slot is not None:
+    if slot is not None:
         parts = slot.cast(x, *names, ctx.propagate)
     else:
         parts = torch.ops.duotone.cast_planes(x, *names, ctx.propagate, None, *seed)
-    return Planes.of(row, col, parts, (x if producer is None else producer).shape)
+    planes = Planes.of(row, col, parts, x.shape)
+    for plane in planes if ctx.typed and is_predicted(x) else ():
+        if plane is not None and plane.format.code_dtype in FP8_DTYPES:
+            plane.parts["codes"] = plane.parts["codes"].view(plane.format.code_dtype)
+    return planes
 
 
 def after(x: Tensor, scale: Tensor) -> Tensor:
@@ -353,11 +343,13 @@ def gather(plane: Plane, dim: int, group: str, count: int) -> Plane:
 
 @dataclass(eq=False, slots=True)
 class DeferredPlane:
-    """A plane that backward computes from saved tensors: `make(*tensors)`."""
+    """A plane that backward computes from saved tensors: `make(seed, *tensors)`."""
 
     make: Callable[..., Plane]
     tensors: tuple[Tensor | None, ...]
+    seed: Tensor | None = None
+    """Not a saved tensor: a recomputed forward must not replace that of the first one."""
 
     def materialize(self) -> Plane:
         """Compute the plane."""
-        return self.make(*self.tensors)
+        return self.make(self.seed, *self.tensors)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from duotone.dispatch.casts import one_read
-from duotone.dispatch.format_nodes import in_trace
 from duotone.dispatch.stages import stages_for
 from duotone.errors import UserError
 from duotone.formats import IDENTITY, Format, get
@@ -18,12 +17,11 @@ from duotone.numbered import ByName, attribute_name, constant_in_traces
 from duotone.tensor.content import WithContent
 from duotone.tensor.context import LOCAL, NO_AMAXES, Amaxes, QuantizeContext, Slot
 from duotone.tensor.history import History
-from duotone.tensor.plane import BOTH, Plane, Planes, Usage, after, derived, encode_once
+from duotone.tensor.plane import BOTH, Plane, Planes, Usage, derived, encode_once
 from duotone.tensor.plane_tensor import check_source, matrix_shape, plain
 from duotone.tensor.quantized import QuantizedTensor
 
 if TYPE_CHECKING:
-    from duotone.dispatch.cast_ops import TracedProducer
     from duotone.kernels.activations import FusedProducer
 
 SOURCES = ("original", "rowwise_dequantized")
@@ -129,7 +127,7 @@ class Quantizer(WithContent):
             row = encode_plane(self.rowwise, x, ctx)
             other = ctx if ctx.shard is None else replace(ctx, amaxes=NO_AMAXES)  # of other values
             col = _columnwise(col_format, row.dequantize(ctx.nominal or x.dtype), None, other, stages_for(x))
-            return self._linked(Planes(row if usage.rowwise else None, col))
+            return Planes(row if usage.rowwise else None, col)
         if x.is_cuda:
             planes = encode_once(row_format, col_format, x, ctx)
             if planes is not None:
@@ -138,8 +136,7 @@ class Quantizer(WithContent):
         if ctx.shard is not None:
             ctx = replace(ctx, amaxes=ctx.agreed(lambda dim: (self.shared_amaxes(x, usage, ctx), (True, True))))
         row = None if row_format is None else encode_plane(row_format, x, ctx, stages=stages)
-        planes = Planes(row, None if col_format is None else _columnwise(col_format, x, row, ctx, stages))
-        return planes if ctx.slots[1] is None else self._linked(planes)
+        return Planes(row, None if col_format is None else _columnwise(col_format, x, row, ctx, stages))
 
     def shared_amaxes(self, x: Tensor, usage: Usage, ctx: QuantizeContext) -> Amaxes:
         """The amaxes of a shard x (M, K) on which the shards have to agree before `Quantizer.encode`, for each plane.
@@ -161,21 +158,7 @@ class Quantizer(WithContent):
             return of_row, col and col.shared_amax(x, shard.dim, stages, ctx.propagate)
         return of_row, col.shared_amax(x.t(), 1 - shard.dim, stages, ctx.propagate)
 
-    def _linked(self, planes: Planes) -> Planes:
-        """In a graph, planes of which the rowwise one depends on the delayed scale of the columnwise one.
-
-        Otherwise a partitioner moves that scale to the backward: a later scale, under which no amax is recorded.
-        """
-        row, col = planes
-        if row is None or col is None or not torch.compiler.is_dynamo_compiling() or not self.delayed[1]:
-            return planes
-        name = "scale" if "scale" in row.parts else "codes"
-        parts = {**row.parts, name: after(row.parts[name], col.parts["scale"])}
-        return Planes(Plane(row.format, parts, row.shape), col)
-
-    def encode_produced(
-        self, producer: "FusedProducer | TracedProducer", usage: Usage, ctx: QuantizeContext
-    ) -> Planes | None:
+    def encode_produced(self, producer: "FusedProducer", usage: Usage, ctx: QuantizeContext) -> Planes | None:
         """Like `encode`, but the cast kernel also computes the matrix. None if no kernel does; then materialize it."""
         if type(self) is not Quantizer or self.columnwise_source != "original":
             return None
@@ -274,8 +257,7 @@ def encode_plane(
     if shard is not None and amax is None:
         amax = fmt.shared_amax(x, 1 - shard.dim if columnwise else shard.dim, stages, ctx.propagate)
         amax = amax if amax is None else shard.max(amax)
-    coder = in_trace(fmt) if torch.compiler.is_dynamo_compiling() else fmt
-    parts = coder.encode(x, scale=scale, amax=amax, seed=ctx.seed, plane=plane, stages=stages, propagate=ctx.propagate)
+    parts = fmt.encode(x, scale=scale, amax=amax, seed=ctx.seed, plane=plane, stages=stages, propagate=ctx.propagate)
     return Plane(fmt, parts, (x.shape[0], x.shape[1]))
 
 

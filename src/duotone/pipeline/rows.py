@@ -1,0 +1,239 @@
+"""Rows: tuples of stages as compiled code runs them, by names, over plain tensors.
+
+What a forward keeps for its backward are tensors of the graph. The row remembers how backward finds what it needs.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from duotone.errors import UserError
+from duotone.pipeline.autograd import differentiate, run_forward
+from duotone.pipeline.bound import Bindings
+from duotone.pipeline.bound_pipeline import opened_stages
+from duotone.pipeline.rewrites import RULES, rewrite
+from duotone.pipeline.stage import Gradients, Needs, RowPart, Stage, Stages, unpack
+from duotone.tensor import QuantizedTensor, Quantizer
+from duotone.tensor.plane import Planes, same_memory
+
+S = TypeVar("S", bound=Stage)
+Rows = dict[Hashable, "Row"]
+MOST = 64
+"""Rows, and signatures of a name, that are remembered. The oldest goes first."""
+SEPARATOR = "|"
+
+
+class View(NamedTuple):
+    """A kept tensor that shares the memory of a source, by the source's index. Their elements are of one size."""
+
+    source: int
+    source_stride: tuple[int, ...]
+    """Of the source in forward. Hooks for saved tensors may hand out a copy with other strides."""
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: Tensor | None, sources: Sequence[Tensor | None]) -> "View | None":
+        """The view of the first source whose memory the tensor has. None if it has that of none."""
+        for i, source in enumerate(sources):
+            if tensor is not None and source is not None and same_memory(tensor, source):
+                offset = tensor.storage_offset() - source.storage_offset()
+                return View(i, source.stride(), tensor.dtype, tensor.size(), tensor.stride(), offset)  # type: ignore
+        return None
+
+    def restore(self, sources: Sequence[Any], copies: bool = False) -> Tensor:
+        """The tensor, over the memory of its source or, `copies`, over new memory."""
+        source = sources[self.source]
+        if source.stride() != self.source_stride:
+            strides = source.size(), self.source_stride
+            source = torch.empty_strided(*strides, dtype=source.dtype, device=source.device).copy_(source)
+        source = source.view(self.dtype)
+        tensor = source.as_strided(self.size, self.stride, source.storage_offset() + self.offset)
+        return tensor.clone() if copies else tensor
+
+
+class Seed(NamedTuple):
+    """An input that a stage keeps beside the saved tensors, by its index. It must be a source."""
+
+    source: int
+
+
+class Structure(NamedTuple):
+    """How the backward of a signature finds what its forward saved."""
+
+    shells: list[list[Any]]
+    places: list[int | View | None]
+    """Of each saved tensor: its index among the sources and the kept tensors behind them, or its view of one."""
+
+    def saved(self, given: Sequence[Any]) -> list[Tensor | None]:
+        """The saved tensors, from the sources and the kept tensors."""
+        return [p.restore(given) if isinstance(p, View) else None if p is None else given[p] for p in self.places]
+
+    def shells_over(self, sources: Sequence[Any]) -> list[list[Any]]:
+        """The shells with the seeds of a call."""
+        return [[_replaced(x, Seed, lambda seed: sources[seed.source]) for x in entry] for entry in self.shells]
+
+
+@dataclass(eq=False)
+class Part:
+    """What a name in graphs stands for."""
+
+    stage: Stage
+    """The stage of modules without states, and the one that tells shapes."""
+    of_module: Callable[[Tensor], tuple[Stage, Rows]] | None = None
+    """The stage of the module that a handle names, and where its rows are remembered."""
+    weight: Callable[[int, Sequence[Tensor]], Tensor] | None = None
+    """The quantized weight over its parts. The number is the `how` of `flat`."""
+    rows: Rows = field(default_factory=dict)
+    structures: dict[Hashable, Structure] = field(default_factory=dict)
+    """By the names of all parts, and by the size and the strides of x."""
+
+
+PARTS: dict[str, Part] = {}
+"""By the names in graphs."""
+
+
+def in_parts(stage: S, name: str, sources: tuple[bool, ...], input_grad: bool) -> S:
+    """A stage without states that can be part of rows under a name. Equal names are of equal stages."""
+    PARTS.setdefault(name, Part(stage))
+    return replace(stage, row_part=RowPart(name, (), sources, False, input_grad))  # type: ignore[type-var]
+
+
+def flat(operand: Tensor | None) -> tuple[list[Tensor | None], int]:
+    """The plain tensors of an operand, and how it holds them: 1 if rowwise plus 2 if columnwise, 0 if it is plain."""
+    if not isinstance(operand, QuantizedTensor):
+        return [operand], 0
+    row, col = operand.planes
+    return [*operand.parts], (row is not None) + 2 * (col is not None)
+
+
+def _operand(weight: Callable[[int, Sequence[Tensor]], Tensor] | None, how: int, parts: list[Any]) -> Any:
+    """The inverse of `flat`."""
+    if how == 0:
+        return parts[0]
+    assert weight is not None
+    return weight(how, parts)
+
+
+def held_weight(quantizer: Quantizer, like: Tensor) -> Callable[[int, Sequence[Tensor]], QuantizedTensor]:
+    """What makes quantized weights like `like` over parts, see `Part.weight`."""
+    shape, dtype = like.shape, like.dtype
+
+    def weight(how: int, parts: Sequence[Tensor]) -> QuantizedTensor:
+        row, col = quantizer.rowwise if how & 1 else None, quantizer.columnwise if how & 2 else None
+        planes = Planes.of(row, col, parts, shape)
+        return QuantizedTensor(planes, quantizer, shape, dtype, device=parts[0].device)
+
+    return weight
+
+
+class Row:
+    """What runs a tuple of stages: a bound forward and a bound backward where the plan decides all calls."""
+
+    def __init__(self, stages: Stages, parts: Sequence[Part]) -> None:
+        self.weights = [part.weight for part, stage in zip(parts, stages, strict=True) for _ in range(sum(stage.arity))]
+        self.forward_of, self.backward_of = rewrite(stages)
+        self.rolls = any(stage.rolls_forward_alone for stage in stages)
+        both = (*self.forward_of, *self.backward_of)
+        bindable = all(stage.is_bindable for stage in both)
+        slots = [slot for stage in self.forward_of for slot in stage.slots] if bindable else []
+        of_gradients = [slot for stage in self.backward_of for slot in stage.gradient_slots] if bindable else []
+        forward, backward = partial(self._forward, slots), partial(self._backward, of_gradients)
+        self.forward, self.backward = Bindings(forward, slots), Bindings(backward, of_gradients)
+        self.forward.repeats = self.backward.repeats = bindable
+
+    def _forward(
+        self,
+        slots: Sequence[Any],
+        opened: Sequence[Any],
+        tensors: list[Any],
+        held: Sequence[int],
+        sources: Sequence[bool],
+    ) -> tuple[list[Tensor], Structure]:
+        """y and the kept tensors, none of which shares memory with another tensor of the graph."""
+        stages, inputs = opened_stages(self.forward_of, slots, opened), list(tensors)
+        x, *parts = tensors
+        of_parts = iter(parts)
+        operands = [
+            _operand(make, code % 4, [next(of_parts) for _ in range(code // 4)])
+            for make, code in zip(self.weights, held, strict=True)
+        ]
+        (y,), saved, shells, _ = run_forward(stages, None, x, tuple(operands))
+        shared = [x if is_source else None for x, is_source in zip(inputs, sources, strict=True)]
+        outputs, places = [y if View.of(y, inputs) is None else y.clone()], list[int | View | None]()
+        for tensor in saved:
+            candidates = [*shared, *outputs[1:]]
+            if tensor is None:
+                places.append(None)
+            elif same := [i for i, each in enumerate(candidates) if each is tensor]:
+                places += same[:1]
+            elif (view := View.of(tensor, candidates)) is not None:
+                places.append(view)
+            else:
+                places.append(len(candidates))
+                outputs.append(tensor.clone() if View.of(tensor, [*inputs, y]) is not None else tensor)
+        shells = [[_replaced(x, Tensor, partial(_seed, inputs)) for x in entry] for entry in shells]
+        return outputs, Structure(shells, places)
+
+    def _backward(
+        self, slots: Sequence[Any], opened: Sequence[Any], tensors: list[Any], shells: list[Any], needs: Needs
+    ) -> Gradients:
+        handed, saved = [tensors[0]], unpack(shells, tensors[1:])
+        tensors.clear()
+        return tuple(differentiate(opened_stages(self.backward_of, slots, opened), handed, (), saved, needs))
+
+
+def _replaced(shell: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """A shell with others in the place of its values of this kind."""
+    if type(shell) is not tuple or not any(isinstance(x, kind) for x in shell):
+        return shell
+    return tuple([change(x) if isinstance(x, kind) else x for x in shell])
+
+
+def _seed(inputs: Sequence[Any], seed: Tensor) -> Seed:
+    return Seed(next(i for i, x in enumerate(inputs) if x is seed))
+
+
+def row_of(names: str, handles: Sequence[Tensor]) -> tuple[Row, dict[Hashable, Structure]]:
+    """The row of stages of these modules, and the structures of all rows of these names."""
+    owners, stages, rows = iter(handles), list[Stage](), None
+    parts = _parts(names)
+    for part in parts:
+        stage, of_module = (part.stage, None) if part.of_module is None else part.of_module(next(owners))
+        stages.append(stage)
+        rows = of_module if rows is None else rows
+    return _row(names, tuple(stages), parts, parts[0].rows if rows is None else rows), parts[0].structures
+
+
+def row_for_shapes(names: str) -> Row:
+    """The row of stages that know no module, which tells shapes."""
+    parts = _parts(names)
+    return _row(names, tuple([part.stage for part in parts]), parts, parts[0].rows)
+
+
+def _row(names: str, stages: Stages, parts: Sequence[Part], rows: Rows) -> Row:
+    key = (RULES.version, names, *stages)
+    return rows[key] if key in rows else remember(rows, key, Row(stages, parts))
+
+
+def _parts(names: str) -> list[Part]:
+    try:
+        return [PARTS[name] for name in names.split(SEPARATOR)]
+    except KeyError:
+        raise UserError(
+            "the recipe or the model of compiled code is gone; keep both until the compiled backward ends"
+        ) from None
+
+
+def remember(entries: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
+    """Add a value under a key, and forget the oldest one beyond MOST. Returns the value."""
+    entries[key] = value
+    if len(entries) > MOST:
+        del entries[next(iter(entries))]
+    return value
