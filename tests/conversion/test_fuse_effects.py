@@ -459,6 +459,64 @@ def test_activations_and_norms_of_other_gradients_run_by_themselves() -> None:
     compare(plain, duotone.fuse(copy.deepcopy(plain)), hidden_states())
 
 
+class OverTokens(nn.Module):
+    """An RMSNorm over one dimension of (batch, tokens, width), which for a matrix is the last one if it is 1."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight, self.eps, self.dim = nn.Parameter(torch.ones(64)), 1e-6, dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(self.dim, keepdim=True) + self.eps) * self.weight
+
+
+class OverSample(nn.Module):
+    """A LayerNorm over all dimensions but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps = nn.Parameter(torch.ones(64)), nn.Parameter(torch.zeros(64)), 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, x.shape[1:], eps=self.eps) * self.weight + self.bias
+
+
+class OfMatrices(nn.Module):
+    """Another function for tensors of three dimensions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(x) if x.dim() == 2 else torch.relu(x)
+
+
+OTHERS = {
+    "tokens": lambda: OverTokens(1),
+    "last of three dimensions": lambda: OverTokens(2),
+    "sample": OverSample,
+}
+
+
+@pytest.mark.parametrize("norm", OTHERS)
+def test_a_norm_over_another_dimension_than_the_last_runs_by_itself(norm: str) -> None:
+    torch.manual_seed(0)
+    x = hidden_states(2, 4, 8) * torch.rand(2, 4, 8, 1) * 4
+    x = x if norm.startswith("last") else x[0]
+    layers = OTHERS[norm](), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64)
+    plain = duotone.convert(nn.Sequential(*layers), "mxfp8")
+    compare(plain, duotone.fuse(copy.deepcopy(plain), x), x)
+    block = WithGain()
+    block.mlp_norm = OTHERS[norm]()
+    plain = duotone.convert(block, "mxfp8")
+    fused = duotone.fuse(copy.deepcopy(plain))
+    compare(plain, fused, x)
+    reason = "not fused: its values, or its gradients, are those of no norm of duotone.ops"
+    assert reason in [row.reason for row in duotone.plan(fused)]
+
+
+def test_an_activation_that_differs_for_tensors_of_three_dimensions_runs_by_itself() -> None:
+    plain = duotone.convert(nn.Sequential(nn.Linear(64, 64), OfMatrices(), nn.Linear(64, 64)), "mxfp8")
+    compare(plain, duotone.fuse(copy.deepcopy(plain)), hidden_states())
+
+
 class Readers(nn.Module):
     """A norm that two linears read."""
 

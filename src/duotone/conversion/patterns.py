@@ -8,6 +8,7 @@ weights of few bits. A forward that changes an attribute, or what is around its 
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from duotone.conversion.trial import (
     NoMatch,
     all_same,
     children_of,
+    computed_by,
     in_both_modes,
     is_dropout,
     random,
@@ -64,9 +66,6 @@ Chain = tuple[Norm | str | None, ...]
 """For each child of an nn.Sequential, the norm or activation that it is, or None."""
 
 
-OTHER_VALUES = "its values or gradients are not those of linears and an activation of duotone.ops"
-
-
 def has_parts_of_norm(module: nn.Module) -> bool:
     """Whether a module has an epsilon, a vector as weight, and no other tensors but a bias."""
     parameters, gamma = module._parameters, module._parameters.get("weight")
@@ -96,18 +95,12 @@ def norm_of(module: nn.Module, plain: type[nn.Module]) -> Norm | None:
     twin.__dict__["_parameters"] = vectors
     scales = torch.logspace(-3, 2, ROWS, dtype=torch.float64).unsqueeze(1)
     x = random((ROWS, module.weight.shape[0]), numbers) * scales + scales  # type: ignore[union-attr, operator]
-    results = in_both_modes(twin, [x])
-    for kind in ("RMSNorm", "LayerNorm"):
-        for zero_centered in (False, True):
-            compute = functools.partial(_norm_value, NormStage(NORMS[kind], eps, zero_centered, False), vectors)
-            expected = results_of(compute, [x.clone().requires_grad_()])
-            if all(all_same(result, expected) for result in results):
-                return Norm(kind, eps, zero_centered)
-    raise NoMatch("its values, or its gradients, are those of no norm of duotone.ops")
+    norms = [Norm(kind, eps, zero_centered) for kind in ("RMSNorm", "LayerNorm") for zero_centered in (False, True)]
+    return computed_by(twin, "norm", {norm: functools.partial(_norm_value, norm, vectors) for norm in norms}, x)
 
 
-def _norm_value(stage: NormStage, vectors: Mapping[str, nn.Parameter | None], x: Tensor) -> Tensor:
-    return stage.forward(x, vectors["weight"], vectors.get("bias"))[0]
+def _norm_value(norm: Norm, vectors: Mapping[str, nn.Parameter | None], x: Tensor) -> Tensor:
+    return NormStage(NORMS[norm.kind], *norm[1:], False).forward(x, vectors["weight"], vectors.get("bias"))[0]
 
 
 def first_linears(module: nn.Module, norm: nn.Module) -> tuple[str, ...]:
@@ -137,7 +130,7 @@ def mlp_of(module: nn.Module, plain: type[nn.Module], sample: Tensor | None = No
         twins = {name: _wide(linear) for name, linear in linears.items()}
         matching = _Trial(module, plain, sample.detach().double(), twins).matching(matching)
     if matching == []:
-        raise NoMatch(OTHER_VALUES)
+        raise NoMatch("its values or gradients are not those of linears and an activation of duotone.ops")
     return matching[0] if matching else None
 
 
@@ -202,10 +195,8 @@ def chain_of(module: nn.Module, plain: type[nn.Module]) -> Chain | None:
     for i, child in enumerate(children):
         part: Norm | str | None = None
         if linear[i + 2]:
-            try:
+            with suppress(NoMatch):
                 part = norm_of(child, type(child))
-            except NoMatch:
-                part = None
         if part is None and (linear[i] or linear[i + 2]) and not linear[i + 1]:
             part = activation_of(child)
         parts.append(part)
@@ -218,15 +209,9 @@ def activation_of(module: nn.Module) -> str | None:
         return None
     x = torch.linspace(-8, 8, 128, dtype=torch.float64, device="cpu").view(2, 64)
     x = torch.cat([x, 1e5 * x])
-    try:
-        results = in_both_modes(twin_of(module, type(module)), [x])
-    except NoMatch:
-        return None
     plain = {name: activation.value for name, activation in ACTIVATIONS.items() if not activation.gated}
-    for name, value in plain.items():
-        expected = results_of(value, [x.clone().requires_grad_()])
-        if all(all_same(result, expected) for result in results):
-            return name
+    with suppress(NoMatch):
+        return computed_by(twin_of(module, type(module)), "activation", plain, x)
     return None
 
 
