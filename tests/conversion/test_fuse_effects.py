@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -352,6 +353,115 @@ class WithGain(nn.Module):
         return self.mlp(self.mlp_norm(x))
 
 
+def scaled(block: nn.Module, x: Tensor) -> Tensor:
+    """A function of a module file reads what no code of the class names."""
+    return block.down(block.act(block.gate(x)) * block.up(x)) * block.scale
+
+
+def quietly(forward):
+    """A decorator that keeps nothing of what it decorates."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return forward(self, x)
+
+    return run
+
+
+class ByFunction(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled(self, x)
+
+
+class ByClass(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled(self, x)
+
+
+class ByDecorator(ByFunction):
+    @quietly
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled(self, x)
+
+
+class ByLambda(ByFunction):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = lambda block: block.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x)) * self.factor(self)
+
+
+class BySpelling(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x)) * getattr(self, "_".join(("", "scale")), 1.0)
+
+
+class ByPair(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.half = (1.0, torch.ones(()))  # a name that nn.Module has, too
+
+    def forward(self, x: Tensor) -> Tensor:
+        return halved(self, x)
+
+
+def halved(block: nn.Module, x: Tensor) -> Tensor:
+    return block.down(block.act(block.gate(x)) * block.up(x)) * block.half[0] * block.half[1]
+
+
+class ByMethod(MLP):
+    def factor(self) -> float:
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return multiplied(self, x)
+
+
+def multiplied(block: nn.Module, x: Tensor) -> Tensor:
+    return block.down(block.act(block.gate(x)) * block.up(x)) * block.factor()
+
+
+class QuietSwish(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = 1.0
+
+    @quietly
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+class WithQuietSwish(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Sequential(QuietSwish())
+
+
+class QuietlyGained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps, self.gain = nn.Parameter(torch.ones(64)), 1e-6, 1.0
+
+    @quietly
+    def forward(self, x: Tensor) -> Tensor:
+        return Gained.forward(self, x)
+
+
+class WithQuietGain(WithGain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp_norm = QuietlyGained()
+
+
+def quiet_chain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 128), QuietSwish(), nn.Linear(128, 64))
+
+
 def swish_chain() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 128), Swish(), nn.Linear(128, 64))
 
@@ -384,6 +494,17 @@ CHANGES = {
     ),
     "activation of a chain": (chain, lambda m: m.__setitem__(1, nn.ReLU()), "1 was replaced since it was fused"),
     "linear in a chain": (chain, lambda m: m.__setitem__(1, nn.Linear(128, 128)), "1 was replaced since"),
+    "number of a function": (ByFunction, lambda m: setattr(m, "scale", 0.5), "scale has changed since"),
+    "number of a class": (ByClass, lambda m: setattr(m, "scale", 0.5), "scale has changed since"),
+    "decorator": (ByDecorator, lambda m: setattr(m, "scale", 0.5), "scale has changed since"),
+    "lambda": (ByLambda, lambda m: setattr(m, "scale", 0.5), "scale has changed since"),
+    "private name that comes": (BySpelling, lambda m: setattr(m, "_scale", 0.5), "_scale has changed since"),
+    "tuple": (ByPair, lambda m: setattr(m, "half", (1.0, torch.tensor(0.5))), "half has changed since"),
+    "method of an instance": (ByMethod, lambda m: setattr(m, "factor", lambda: 0.5), "factor has changed since"),
+    "decorator in an activation": (WithQuietSwish, lambda m: setattr(m.act[0], "beta", 3.0), "act.0.beta has changed"),
+    "decorator in a norm": (WithQuietGain, lambda m: setattr(m.mlp_norm, "gain", 3.0), "its gain has changed since"),
+    "decorator in a chain": (quiet_chain, lambda m: setattr(m[1], "beta", 3.0), "1.beta has changed since"),
+    "child of an activation": (WithQuietSwish, lambda m: setattr(m.act, "0", nn.ReLU()), "act.0 has changed since"),
 }
 
 
@@ -402,7 +523,10 @@ def test_what_changes_after_fuse_counts(case: str) -> None:
     assert any(each.startswith(f"not fused: {reason}") or "is not converted" in each for each in reasons)
 
 
-@pytest.mark.parametrize("case", ["attribute that comes", "child that comes", "scale"])
+COMPILED = ["attribute that comes", "child that comes", "scale", "number of a function", "number of a class", "tuple"]
+
+
+@pytest.mark.parametrize("case", COMPILED)
 def test_what_changes_after_fuse_counts_in_compiled_code_too(case: str) -> None:
     kind, change, _ = CHANGES[case]
     torch.manual_seed(0)
@@ -414,6 +538,43 @@ def test_what_changes_after_fuse_counts_in_compiled_code_too(case: str) -> None:
         torch.manual_seed(2)
         change(m)
     assert torch.equal(compiled(hidden_states()), plain(hidden_states()))
+
+
+def test_a_name_that_comes_before_a_compilation_counts_in_it() -> None:
+    plain = duotone.convert(BySpelling(), "mxfp8")
+    fused = duotone.fuse(copy.deepcopy(plain))
+    plain._scale = fused._scale = 0.5
+    assert torch.equal(torch.compile(fused, backend="aot_eager")(hidden_states()), plain(hidden_states()))
+
+
+def test_what_changes_in_a_class_after_fuse_counts(monkeypatch) -> None:
+    """In the names that a function reads, as elsewhere."""
+    for kind, name, value in ((ByClass, "scale", 0.5), (ByMethod, "factor", lambda self: 0.5)):
+        plain = duotone.convert(kind(), "mxfp8")
+        fused = duotone.fuse(copy.deepcopy(plain))
+        assert torch.equal(fused(hidden_states()), plain(hidden_states()))
+        monkeypatch.setattr(kind, name, value)
+        compare(plain, copy.deepcopy(fused), hidden_states())
+        compare(plain, fused, hidden_states())
+        assert f"not fused: {name} has changed since it was fused" in [row.reason for row in duotone.plan(fused)]
+
+
+def test_names_that_libraries_keep_for_themselves_leave_a_pipeline_fused() -> None:
+    """As fully_shard, accelerate and transformers set them, on each module."""
+    m = duotone.fuse(duotone.convert(WithSwish(), "mxfp8"))
+    for part in m.modules():
+        part._is_fsdp_managed_module, part._fsdp_use_orig_params, part._is_hf_initialized = True, True, True
+        part._hf_hook, part._old_forward = object(), part.forward
+    assert any(row.reason.startswith("fused") for row in duotone.plan(m))
+
+
+@pytest.mark.parametrize("kind", [ByDecorator, WithQuietSwish, WithQuietGain, quiet_chain])
+def test_a_fused_model_whose_decorators_hide_names_is_pickled(kind) -> None:
+    """Pickle finds functions by their names, so that the functions of a class must not be in it."""
+    m = duotone.fuse(duotone.convert(kind(), "mxfp8"))
+    other = pickle.loads(pickle.dumps(m))
+    assert torch.equal(other(hidden_states()), m(hidden_states()))
+    assert [row.reason for row in duotone.plan(other)] == [row.reason for row in duotone.plan(m)]
 
 
 def test_activations_in_a_chain_that_do_more_run_by_themselves() -> None:

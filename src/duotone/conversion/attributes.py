@@ -1,80 +1,105 @@
-"""Attributes of modules that their code reads: a pipeline in place of a forward follows the values at `fuse`."""
+"""What modules hold by name: a pipeline follows the values at `fuse`, whatever code reads them."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from types import CodeType, MethodType
+from types import CodeType, FunctionType, MethodType
 
 import torch
 from torch import nn
 
+from duotone.conversion.forwards import PLACES
 from duotone.conversion.trial import is_dropout
+from duotone.numbered import constant_in_traces
 
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum, tuple)
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
 FORWARD = "forward"
+
+OWN = {*vars(nn.Module()), *PLACES, "_compiled_call_impl", "_fused", "_unfused", "_rewritten"}
+"""Names under which torch, Duotone and accelerate keep what is theirs, among it the mode."""
+
+LIBRARIES = ("__", "_hf_", "_is_hf_", "_fsdp_", "_is_fsdp_", "_is_torch_")
+"""How other such names start, of Python, transformers, FSDP and torch."""
 
 
 class Absent:
     """Stands for an attribute that a module does not have. Copies and pickles keep the class itself."""
 
 
-class Attributes:
-    """Attributes that the code of a module's class reads, with their values: `self.scale`, but no tensors and children.
+class Members:
+    """What a class holds by name, but no properties, which would run. Copies share it; a pickle reads the class."""
 
-    Neither is the mode, in which nothing else changes. An attribute or a child that comes later is a change, too.
+    def __init__(self, kind: type[nn.Module], plain: Mapping[str, object] | None = None) -> None:
+        names = set[str]().union(*(vars(base) for base in kind.__mro__ if base not in nn.Module.__mro__))
+        members = {name: inspect.getattr_static(kind, name) for name in _counted(names - OWN)}
+        values = {name: getattr(member, "__func__", member) for name, member in members.items() if not _runs(member)}
+        self.kind, self.values = kind, {FORWARD: kind.forward, **values, **(plain or {})}
+
+    def __deepcopy__(self, memo: object) -> "Members":
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:  # pickle finds no function whose decorator hides its name
+        return Members, (self.kind, {name: value for name, value in self.values.items() if isinstance(value, PLAIN)})
+
+
+class Attributes:
+    """All that a module and its class hold by name, but no parameters and buffers. A name that comes is a change, too.
+
+    `plain` is the class of a module in whose place a pipeline runs, which knows its children.
     """
 
-    def __init__(self, module: nn.Module, plain: type[nn.Module]) -> None:
-        self.plain, self.forward, self.names = plain, plain.forward, _names(module)
-        read = {name for method, code in code_of_class(plain) if method != "__init__" for name in _words(code)}
-        read -= {"training", *vars(nn.Module), *module._parameters, *module._buffers, *module._modules}
-        values = {name: value_of(module, name) for name in sorted(read)}
-        self.values = {name: value for name, value in values.items() if value is not Absent}
-        self.absent = [name for name, value in values.items() if value is Absent]
+    def __init__(self, module: nn.Module, plain: type[nn.Module] | None = None) -> None:
+        self.module, self.called, self.members = module, plain or module, Members(plain or type(module))
+        self.names = self._names()
+        held = vars(module) if plain else {**vars(module), **module._modules}
+        self.values = {name: held[name] for name in _counted(held.keys() & self.names)}
+        words = _words(self.members.kind).difference(OWN, vars(nn.Module), self.names, self.members.values)
+        self.values |= {word: getattr(module, word, Absent) for word in _counted(words)}  # properties among them
 
-    def changed(self, module: nn.Module) -> str:
+    def _names(self) -> set[str]:
+        return {*vars(self.module), *self.module._parameters, *self.module._buffers, *self.module._modules} - OWN
+
+    def changed(self) -> str:
         """The name of one that has another value now, or ""."""
-        if self.plain.forward is not self.forward:
-            return FORWARD
-        if not torch.compiler.is_dynamo_compiling():
-            if other := _names(module) ^ self.names:
-                return min(other)
-        elif come := [name for name in self.absent if hasattr(module, name)]:  # so that guards ask
-            return come[0]
-        return next((name for name, before in self.values.items() if not _same(value_of(module, name), before)), "")
+        compiling = torch.compiler.is_dynamo_compiling()  # a guard sees a name that comes if the name is asked for
+        for name, before in {**self.members.values, **self.values}.items():
+            owner = self.called if name == FORWARD else self.module
+            if (compiling or before is not Absent) and not _same(getattr(owner, name, Absent), before):
+                return name
+        return self._come()
+
+    @constant_in_traces
+    def _come(self) -> str:
+        return next(iter(_counted(self._names() ^ self.names)), "")
 
 
-def _names(module: nn.Module) -> set[str]:
-    """What a module has by name, except what libraries keep for themselves and the forward that they replace."""
-    of_module = {name for name in module.__dict__ if name[0] != "_"} - {FORWARD}
-    return of_module.union(module._parameters, module._buffers, module._modules)
+def _counted(names: Iterable[str]) -> list[str]:
+    return sorted([name for name in names if not name.startswith(LIBRARIES)])
 
 
-def _words(code: CodeType) -> list[str]:
-    """The names in code, also those in quotes."""
-    return [*code.co_names, *(word for word in code.co_consts if isinstance(word, str) and word.isidentifier())]
-
-
-def attributes_within(children: Mapping[str, nn.Module]) -> list[tuple[str, Attributes]]:
-    """The attributes of children, and of modules in them, by path, with the forward. Dropout is asked otherwise."""
-    found = []
-    for name, child in children.items():
-        for path, module in child.named_modules(prefix=name):
-            if path != name or not is_dropout(module):
-                found.append((path, Attributes(module, type(module))))
-                found[-1][1].values[FORWARD] = value_of(module, FORWARD)
-    return found
-
-
-def value_of(module: nn.Module, name: str) -> object:
-    """An attribute, `Absent` if there is none. Of a method the function, since each access makes another method."""
-    value = getattr(module, name, Absent)
-    return value.__func__ if isinstance(value, MethodType) else value
+def _runs(member: object) -> bool:
+    """Whether reading a member of a class calls code, as that of a property."""
+    return hasattr(type(member), "__get__") and not isinstance(member, FunctionType | staticmethod | classmethod)
 
 
 def _same(value: object, before: object) -> bool:
-    """Whether an attribute is as before: an equal number, name or tuple of them, or the same object."""
-    return value is before or (isinstance(before, PLAIN) and type(value) is type(before) and value == before)
+    """Whether a value is as before: an equal number, name or tuple of them, the same object, or a method of it."""
+    if isinstance(value, tuple) and isinstance(before, tuple):
+        return type(value) is type(before) and len(value) == len(before) and all(map(_same, value, before))
+    is_it = value is before or (isinstance(value, MethodType) and value.__func__ is before)
+    return is_it or (isinstance(before, PLAIN) and type(value) is type(before) and value == before)
+
+
+def _words(kind: type[nn.Module]) -> set[str]:
+    """The names in the code of a class, also those in quotes."""
+    code = [code for method, code in code_of_class(kind) if method != "__init__"]
+    return {w for part in code for w in (*part.co_names, *part.co_consts) if isinstance(w, str) and w.isidentifier()}
+
+
+def attributes_within(children: Mapping[str, nn.Module]) -> list[tuple[str, Attributes]]:
+    """The attributes of children, and of modules in them, by path. Dropout is asked otherwise."""
+    parts = [part for name, child in children.items() for part in child.named_modules(prefix=name)]
+    return [(path, Attributes(part)) for path, part in parts if path not in children or not is_dropout(part)]
 
 
 def code_of_class(kind: type[nn.Module]) -> Iterator[tuple[str, CodeType]]:

@@ -74,9 +74,7 @@ class MLPPipeline:
                 return f"{name} has hooks"
             if is_dropout(child) and child.p and child.training:
                 return f"{name} is on"
-        if path := _changed(self.owner, self.attributes):
-            return f"{path} {SET}"
-        return why_not_packed(self.packed) if len(self.pattern.first) > 1 else ""
+        return _changed(self.attributes) or (why_not_packed(self.packed) if len(self.pattern.first) > 1 else "")
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -130,8 +128,7 @@ class ChainPipeline:
                 reason = CHANGED
             if reason:
                 return f"{name} {reason}"
-        path = _changed(self.owner, self.attributes)
-        return f"{path} {SET}" if path else ""
+        return _changed(self.attributes)
 
     closed = refusal
 
@@ -193,8 +190,8 @@ class NormReaders:
             return "it has hooks"
         if epsilon(self.norm) != self.pattern.eps:
             return f"it {CHANGED}"
-        if path := self.attributes.changed(self.norm):
-            return f"its {path} {SET}"
+        if name := self.attributes.changed():
+            return f"its {name} {SET}"
         return next((reason for path, names in self.groups if (reason := self._group_refusal(path, names))), "")
 
     def _group_refusal(self, path: str, names: tuple[str, ...]) -> str:
@@ -301,11 +298,11 @@ def refuse_strict_export() -> None:
     raise UserError("torch.export with strict=True does not follow norms that duotone.fuse fused: leave strict out")
 
 
-def _changed(owner: nn.Module, attributes: Sequence[tuple[str, Attributes]]) -> str:
-    """The path of an attribute that has another value now, or ""."""
+def _changed(attributes: Sequence[tuple[str, Attributes]]) -> str:
+    """Which attribute has another value now, as a reason, or ""."""
     for path, each in attributes:
-        if name := each.changed(owner.get_submodule(path)):
-            return f"{path}.{name}" if path else name
+        if name := each.changed():
+            return f"{path}.{name} {SET}" if path else f"{name} {SET}"
     return ""
 
 
