@@ -599,6 +599,18 @@ def test_hooks_for_all_modules_see_all_modules() -> None:
     assert calls.count("SiLU") == 1
 
 
+@pytest.mark.parametrize("kind", [WithQuietSwish, quiet_chain])
+def test_a_hook_of_any_part_of_an_activation_is_called(kind) -> None:
+    plain, calls = duotone.convert(kind(), "mxfp8"), []
+    fused = duotone.fuse(copy.deepcopy(plain))
+    for m in (plain, fused):
+        part = next(part for part in m.modules() if isinstance(part, QuietSwish))
+        part.register_forward_hook(lambda module, inputs, y: calls.append(y.shape) or 2 * y)
+    compare(plain, fused, hidden_states())
+    assert len(calls) == 2
+    assert any(row.reason.endswith("has hooks") for row in duotone.plan(fused))
+
+
 class StraightThrough(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + (nn.functional.silu(x) - x).detach()

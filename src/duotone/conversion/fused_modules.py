@@ -299,8 +299,10 @@ def refuse_strict_export() -> None:
 
 
 def _changed(attributes: Sequence[tuple[str, Attributes]]) -> str:
-    """Which attribute has another value now, as a reason, or ""."""
+    """Why modules of a pipeline are not as they were, or ""."""
     for path, each in attributes:
+        if "." in path and is_hooked(each.module):
+            return f"{path} has hooks"
         if name := each.changed():
             return f"{path}.{name} {SET}" if path else f"{name} {SET}"
     return ""
