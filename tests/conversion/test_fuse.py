@@ -437,6 +437,8 @@ WRITES = {
     "foreach": lambda h: torch._foreach_mul_([h], 0.5),
     "detached": lambda h: h.detach().mul_(0.5),
     "data": lambda h: h.data.zero_(),
+    "other data": lambda h: setattr(h, "data", h.data * 2),
+    "data of another norm": lambda h: setattr(h, "data", FeedForward().mlp_norm(-h.detach())),
 }
 
 
@@ -463,6 +465,15 @@ def test_a_write_to_the_output_of_a_norm_is_what_its_readers_see(write: str, tra
             y = each(x)
         results.append([y] + ([*torch.autograd.grad(y.sum(), list(each.parameters()))] if tracked else []))
     assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("other", [torch.zeros(32, 2, 1), torch.zeros(2, 32).double()])
+def test_data_of_another_form_than_the_output_of_a_norm_are_an_error(other: Tensor) -> None:
+    m = duotone.fuse(duotone.convert(FeedForward(), "bf16"))
+    h = m.mlp_norm(hidden_states(2, width=32))
+    with pytest.raises(UserError, match=r"keeps its shape, dtype and device; write h = value, not h\.data"):
+        h.data = other
+    assert torch.equal(m.mlp(h), m.mlp(nn.functional.layer_norm(hidden_states(2, width=32), (32,))))
 
 
 class Kept(FeedForward):

@@ -124,6 +124,17 @@ class DeferredOutput(Tensor):
         plain, options = tree_map_only(DeferredOutput, DeferredOutput.materialize, (args, kwargs or {}))
         return function(*plain, **options)
 
+    @property
+    def data(self) -> Tensor:
+        """The values without a graph. Later readers get those that are set. UserError if these have another form."""
+        return self.materialize().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
+            raise UserError("the output of a fused norm keeps its shape, dtype and device; write h = value, not h.data")
+        self.computed = value.data
+
     def data_ptr(self) -> int:
         """The address of the values, which are computed now if they were not before."""
         return self.materialize().data_ptr()
