@@ -84,7 +84,7 @@ def test_the_ops_of_a_row_are_what_their_schemas_say(recipe: str) -> None:
     where = ([m.plans.handle] if prefix else [], plan_of(m, x))
     checks = CHECKS[:1] + CHECKS[2:3] if prefix else CHECKS  # a history keeps what a call of a check has recorded
     row, gradients = (getattr(torch.ops.duotone, f"{prefix}row{end}").default for end in ("", "_gradients"))
-    arguments = (x, [m.weight.detach(), m.bias.detach(), None], [4, 4, 4], *where, [False] * 4)
+    arguments = (x, [m.weight.detach(), m.bias.detach(), None], [4, 4, 4], *where, [False] * 4, [4, 32], [32, 1])
     opcheck(row, arguments, test_utils=checks)
     y, *kept = row(*arguments)
     of_forward = (y, kept, [None] * 4, [4, 32], [32, 1], [2, 32, 32, 1, 32, 0], [False, True, True, False], [4, 4, 4])

@@ -43,7 +43,7 @@ def _take_pieces(match: "Match") -> None:
     node = match.output_node()
     x, operands, held, *others = cast("tuple[Any, list[Any], list[int], Any]", node.args)
     parts, codes = list[Any](), list[int]()
-    of_operands, flags = iter(operands), iter(others[-1][1:])
+    of_operands, flags = iter(operands), iter(others[2][1:])
     for code in held:
         of_operand = [next(of_operands) for _ in range(code // 4)]
         is_shared = any([next(flags) for _ in of_operand])

@@ -34,12 +34,19 @@ def _whole(
 
 
 def _run(
-    x: Tensor, operands: list[Tensor | None], held: list[int], handles: list[Tensor], names: str, sources: list[bool]
+    x: Tensor,
+    operands: list[Tensor | None],
+    held: list[int],
+    handles: list[Tensor],
+    names: str,
+    sources: list[bool],
+    *layout: list[int],
 ) -> list[Tensor]:
+    """y and what is kept. `layout`: size and strides of x in the trace, under which backward finds the structure."""
     row, structures = row_of(names, handles)
     whole, codes = _whole(operands, held, rows_below)
     outputs, structure = row.forward([x, *whole], (codes, sources), (codes, *sources))
-    key = names, x.shape, x.stride(), codes
+    key = names, *map(tuple, layout), codes
     if structures.get(key) is not structure:
         structures.pop(key, None)
         remember(structures, key, structure)
@@ -47,7 +54,13 @@ def _run(
 
 
 def _shapes(
-    x: Tensor, operands: list[Tensor | None], held: list[int], handles: list[Tensor], names: str, sources: list[bool]
+    x: Tensor,
+    operands: list[Tensor | None],
+    held: list[int],
+    handles: list[Tensor],
+    names: str,
+    sources: list[bool],
+    *_: object,
 ) -> list[Tensor]:
     """The results of `_run`, without values: from the stages that the names stand for, which know no module."""
     whole, codes = _whole(operands, held, torch.cat)
@@ -67,7 +80,7 @@ def _gradients(  # noqa: PLR0913 (the arguments of the op)
     names: str,
 ) -> list[Tensor]:
     row, structures = row_of(names, handles)
-    structure = structures.get((names, torch.Size(size), tuple(stride), tuple(held)))
+    structure = structures.get((names, tuple(size), tuple(stride), tuple(held)))
     if structure is None:
         raise UserError(f"more than {MOST} sizes of inputs came between a compiled forward and its backward")
     if row.rolls:
@@ -98,7 +111,7 @@ def _gradient_shapes(
 
 _NAMED = "int[] held, Tensor[] handles, str names"
 _OF_FORWARD = "Tensor[] kept, Tensor?[] sources, SymInt[] size, SymInt[] stride, SymInt[] shapes"
-_RUN = f"(Tensor x, Tensor?[] operands, {_NAMED}, bool[] sources) -> Tensor[]"
+_RUN = f"(Tensor x, Tensor?[] operands, {_NAMED}, bool[] sources, SymInt[] size, SymInt[] stride) -> Tensor[]"
 _DIFFERENTIATE = f"(Tensor dy, {_OF_FORWARD}, bool[] needs, {_NAMED}) -> Tensor[]"
 for _name, _tags in (("row", ()), ("stateful_row", STATEFUL)):
     define_op(f"{_name}{_RUN}", _run, _shapes, tags=_tags)
@@ -140,7 +153,7 @@ class RowStage(Stage):
             held.append(4 * len(of_operand) + how)
             parts += of_operand
             flags += [is_source] * len(of_operand)
-        y, *kept = run(x, parts, held, self.handles, self.names, flags)
+        y, *kept = run(x, parts, held, self.handles, self.names, flags, x.shape, x.stride())
         if self.recomputes:  # a partitioner keeps inputs of ops that fuse with nothing; a power of 1 fuses with x
             x = x.pow(1.0)
         sources = [each for each, is_source in zip((x, *parts), flags, strict=True) if is_source]
