@@ -88,7 +88,7 @@ def _gradients(  # noqa: PLR0913 (the arguments of the op)
     saved = structure.saved([*sources, *kept])
     others = structure.shells_over(sources), tuple(needs)
     results = row.backward([dy, *saved], others, tuple(needs))
-    return [each.contiguous() for each, need in zip(results, needs, strict=True) if need]
+    return [each.to(dy.dtype).contiguous() for each, need in zip(results, needs, strict=True) if need]  # as autograd
 
 
 def _gradient_shapes(
@@ -153,11 +153,12 @@ class RowStage(Stage):
             held.append(4 * len(of_operand) + how)
             parts += of_operand
             flags += [is_source] * len(of_operand)
-        y, *kept = run(x, parts, held, self.handles, self.names, flags, x.shape, x.stride())
+        layout = x.shape, x.stride()
+        y, *kept = run(x, parts, held, self.handles, self.names, flags, *layout)
         if self.recomputes:  # a partitioner keeps inputs of ops that fuse with nothing; a power of 1 fuses with x
             x = x.pow(1.0)
         sources = [each for each, is_source in zip((x, *parts), flags, strict=True) if is_source]
-        saved = ((x.shape, x.stride(), shapes, held, flags, len(kept)),), *kept, *sources
+        saved = ((*layout, shapes, held, flags, len(kept)),), *kept, *sources
         return y, (saved, *[()] * (len(self.arity) - 1)), ()
 
     def run_backward(

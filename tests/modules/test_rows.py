@@ -1,0 +1,77 @@
+"""Rows of compiled code: gradients and sizes that eager code takes, too."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from duotone import ops, recipes
+
+
+def results(module: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor | None]:
+    """y and all gradients."""
+    x = x.detach().requires_grad_()
+    y = call(x)
+    gradients = torch.autograd.grad(y.square().sum(), [x, *module.parameters()])
+    return [y, *gradients]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "times", "backend"),
+    [
+        (torch.bfloat16, 1, "aot_eager"),
+        (torch.bfloat16, 2, "aot_eager"),
+        (torch.float32, 1, "aot_eager"),
+        (torch.float32, 1, "inductor"),
+    ],
+)
+def test_the_gradient_of_a_norms_weight_is_that_of_eager_code(dtype: torch.dtype, times: int, backend: str) -> None:
+    """torch computes it in fp32 for inputs in bf16, and a graph that took its bytes for bf16 gave noise."""
+    torch.manual_seed(0)
+    linear = ops.Linear(64, 64, params_dtype=torch.bfloat16, recipe=recipes.load("fp8-current"))
+    module = ops.Sequential(ops.RMSNorm(64, params_dtype=dtype), linear)
+
+    def call(x: Tensor) -> Tensor:
+        for _ in range(times):
+            x = module(x)
+        return x
+
+    x = torch.randn(32, 64).bfloat16()
+    want = results(module, call, x)
+    for a, b in zip(want, results(module, torch.compile(call, backend=backend, fullgraph=True), x), strict=True):
+        assert a is not None and b is not None and a.dtype is b.dtype
+        if backend == "aot_eager":
+            assert torch.equal(a, b)
+        else:  # inductor may keep the sum of two gradients in fp32
+            assert (a - b).norm() <= 0.01 * a.norm()
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "mxfp8"])
+@pytest.mark.parametrize(
+    "strided",
+    [
+        lambda x: x[::2],
+        lambda x: x[:1].expand(4, 8, 64),
+        lambda x: torch.cat([x, x], -1)[..., :64],
+        lambda x: x.transpose(0, 1),
+    ],
+    ids=["rows", "expanded", "columns", "transposed"],
+)
+def test_inputs_that_are_not_dense_are_encoded_again_with_the_bits_of_eager(
+    strided: Callable[[Tensor], Tensor], recipe: str
+) -> None:
+    """Equal blocks share names, and one got in backward what the other had kept."""
+    torch.manual_seed(0)
+    rule = replace(recipes.load(recipe), recompute_columnwise=True)
+    options = {"params_dtype": torch.bfloat16, "recipe": rule}
+    blocks = [ops.Sequential(ops.Linear(64, 64, **options), ops.Linear(64, 64, **options)) for _ in range(2)]
+    eager = nn.Sequential(*blocks)
+    traced = copy.deepcopy(eager)
+    compiled = torch.compile(traced, backend="aot_eager", fullgraph=True)
+    x = strided(torch.randn(8, 8, 64).bfloat16())
+    for _ in range(3):
+        for a, b in zip(results(eager, eager, x), results(traced, compiled, x), strict=True):
+            assert a is not None and b is not None and torch.equal(a, b)
