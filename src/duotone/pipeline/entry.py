@@ -169,8 +169,7 @@ class RowStage(Stage):
         sources = [next(sources) if is_source else None for is_source in flags]
         run = torch.ops.duotone.stateful_row_gradients if self.handles else torch.ops.duotone.row_gradients
         wanted = [self.input_grad, *needs]
-        where = held, self.handles, self.names
-        results = iter(run(dy, tensors[:count], sources, size, stride, shapes, wanted, *where))
+        results = iter(run(dy, tensors[:count], sources, size, stride, shapes, wanted, held, self.handles, self.names))
         dx, *gradients = [next(results) if want else None for want in wanted]
         return dx, gradients
 
