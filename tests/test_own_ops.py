@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import duotone
 from duotone import recipes
-from duotone.planned.traced_stages import PLANS
+from duotone.planned.traced_stages import PLANS, template_of
 
 SEED = torch.tensor([5])
 PARTS = [*duotone.formats.get("nvfp4").encode(torch.randn(40, 64)).values()]
@@ -81,12 +81,13 @@ def test_an_op_that_runs_in_backwards_is_what_its_schema_says(name: str) -> None
 def test_the_ops_of_a_row_are_what_their_schemas_say(recipe: str) -> None:
     m = duotone.Linear(32, 32, recipe=recipes.load(recipe))
     x, prefix = torch.randn(4, 32), "stateful_" * (recipe == "fp8-delayed")
-    where = ([m.plans.handle] if prefix else [], plan_of(m, x))
+    row = template_of(plan_of(m, x)).stage.row
+    where = ([m.plans.handle] if prefix else [], row.name)
     checks = CHECKS[:1] + CHECKS[2:3] if prefix else CHECKS  # a history keeps what a call of a check has recorded
-    row, gradients = (getattr(torch.ops.duotone, f"{prefix}row{end}").default for end in ("", "_gradients"))
+    run, gradients = (getattr(torch.ops.duotone, f"{prefix}row{end}").default for end in ("", "_gradients"))
     arguments = (x, [m.weight.detach(), m.bias.detach(), None], [4, 4, 4], *where, [False] * 4, [4, 32], [32, 1])
-    opcheck(row, arguments, test_utils=checks)
-    y, *kept = row(*arguments)
+    opcheck(run, arguments, test_utils=checks)
+    y, *kept = run(*arguments)
     of_forward = (y, kept, [None] * 4, [4, 32], [32, 1], [2, 32, 32, 1, 32, 0], [False, True, True, False], [4, 4, 4])
     opcheck(gradients, (*of_forward, *where), test_utils=checks)
 

@@ -1,7 +1,6 @@
 """Casts as ops of a graph: shapes without values are those that a cast has, also where nothing is cast."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -69,23 +68,3 @@ def test_casts_of_many_elements_have_the_bits_of_eager_code(name: str, monkeypat
     pairs += zip(*[[p.grad for p in module.parameters()] for module in (eager, traced)], strict=True)
     for one, other in pairs:
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("is_registered", [True, False])
-def test_dynamo_does_not_enter_formats_that_have_a_name(is_registered: bool) -> None:
-    """It interprets Python slowly. A format that `get` does not find has the same bits, line by line."""
-    fmt = formats.get("mxfp8_e4m3")
-    if not is_registered:
-        fmt = dataclasses.replace(fmt, name="mxfp8_of_this_test")
-    graphs, x, quantizer = [], torch.randn(40, 64), duotone.Quantizer(fmt, fmt)
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    planes = torch.compile(quantizer.encode, backend=backend, fullgraph=True)(x)
-    targets = {str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"}
-    assert ("duotone.encode" in str(targets)) == is_registered
-    assert (len(graphs[0].graph.nodes) < 10) == is_registered
-    for plane, expected in zip(planes, quantizer.encode(x), strict=True):
-        assert all(torch.equal(plane.parts[name], part) for name, part in expected.parts.items())

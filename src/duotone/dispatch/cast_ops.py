@@ -12,13 +12,12 @@ from duotone.formats import Format, Parts, get
 from duotone.graph_ops import define_op
 
 if TYPE_CHECKING:
-    from duotone.kernels.activations import FusedProducer
     from duotone.kernels.cast import Cast
     from duotone.kernels.nvfp4 import Cast as TwoLevelCast
 
 
 def cast_planes(
-    x: "Tensor | FusedProducer",
+    x: Tensor,
     row: str,
     col: str,
     propagate: bool,
@@ -31,16 +30,12 @@ def cast_planes(
     A plane whose name is "" has none. A scale of both planes comes once. `seed`, int64 (1,), if a plane rounds
     stochastically.
     """
-    is_matrix = isinstance(x, Tensor)
-    if is_matrix and x.numel() == 0:
+    if x.numel() == 0:
         return [part.fill_(0) for part in empty_planes(x, row, col)]
-    kernel, row_delayed = _cast_of(row, col, x.dtype if is_matrix else x.x.dtype, propagate)
+    kernel, row_delayed = _cast_of(row, col, x.dtype, propagate)
     scales = (scale, None) if row_delayed else (None, scale)
     seeds = () if seed is None else (seed,)
-    if is_matrix:
-        of_row, of_col = kernel(x if x.is_contiguous() else x.contiguous(), scales, live, (None, None), *seeds)
-    else:
-        of_row, of_col = kernel.produced(x, scales, live, *seeds)
+    of_row, of_col = kernel(x if x.is_contiguous() else x.contiguous(), scales, live, (None, None), *seeds)
     return [*_results(of_row, None), *_results(of_col, of_row)]
 
 

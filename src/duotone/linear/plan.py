@@ -4,6 +4,7 @@ A request decides the plan. Execution reads no mode; it follows the plan. A plan
 rows say which kernel runs.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -225,7 +226,16 @@ class LinearPlan:
         if not (is_quantized and self.input.source in (HIGH_PRECISION, ENCODE_NOW)):
             return None
         sources = self.input.may_share, self.weight.may_share, False, self.seeds > 0
-        return RowPart(name, (), sources, is_quantized, self.input_grad, self.input.backward is REENCODE_IN_GRAPH)
+        recomputes = self.input.backward is REENCODE_IN_GRAPH
+        return RowPart(f"{name}@{self.digest}", (), sources, is_quantized, self.input_grad, recomputes)
+
+    @property
+    def digest(self) -> str:
+        """What decides the results of rows. torch keeps graphs on disk, and names of plans count in each process."""
+        formats = [fmt and fmt.node_name for q in self.quantizers.values() for fmt in (q.rowwise, q.columnwise)]
+        operands = [vars(each) for each in self.operands.values()]
+        content = repr((formats, [gemm.rule for gemm in self.gemms], operands, self.layout, self.seeds))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def opened(self, slots: Mapping[Slot, Slot]) -> "LinearPlan":
         """The plan of one call, which has opened slots."""

@@ -17,6 +17,7 @@ from duotone.graph_ops import STATEFUL, define_op
 from duotone.pipeline.rows import MOST, SEPARATOR, flat, remember, row_for_shapes, row_of
 from duotone.pipeline.stage import Needs, RowPart, Saved, Stage, Stages
 from duotone.state.rolling import roll_after
+from duotone.state.torch_private import constants_allowed
 from duotone.tensor import QuantizedTensor
 
 
@@ -64,7 +65,8 @@ def _shapes(
 ) -> list[Tensor]:
     """The results of `_run`, without values: from the stages that the names stand for, which know no module."""
     whole, codes = _whole(operands, held, torch.cat)
-    return row_for_shapes(names).forward([x, *whole], (codes, sources))[0]
+    with constants_allowed(x):
+        return row_for_shapes(names).forward([x, *whole], (codes, sources))[0]
 
 
 def _gradients(  # noqa: PLR0913 (the arguments of the op)
@@ -199,7 +201,7 @@ def _joined(stages: Sequence[Stage], parts: Sequence[RowPart]) -> RowStage:
     handles, arity, of_operands, recorded = (), (), (), ()
     for stage, part in zip(stages, parts, strict=True):
         handles, arity, of_operands = handles + part.handles, arity + stage.arity, of_operands + part.sources[1:]
-        of_weight = (part.handles[0], part.name) if part.records else None
+        of_weight = (part.handles[0], part.name.split("@")[0]) if part.records else None
         recorded += (of_weight, *[None] * (len(part.sources) - 2)) if len(part.sources) > 1 else ()
     names = SEPARATOR.join([part.name for part in parts])
     return RowStage(

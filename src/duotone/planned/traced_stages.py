@@ -192,9 +192,10 @@ def add_part(name: str, plan: LinearPlan, module: "Planned") -> RowPart | None:
     row = plan.row_part(name)
     if row is not None:
         shapes = plan.with_slots(lambda *_: ShapeSlot()) if plan.is_delayed else plan
-        held = None if module.weight_held is None else held_weight(module.weight_held, module.weights[0])
+        with reads_without_effect(module):
+            held = module.weight_held and held_weight(module.weight_held, module.weights[0])
         of_one = None if plan.is_shared else partial(of_module, name)
-        PARTS[name] = Part(LinearStage(shapes, GRADIENT), of_one, held)
+        PARTS[row.name] = Part(LinearStage(shapes, GRADIENT), of_one, held)
     return row
 
 
@@ -259,8 +260,9 @@ def _forget(config: str, keys: Iterable[tuple[str, ...]]) -> None:
     names = _NAMES.get(config, {})
     for key in keys:
         name = names.pop(key)
+        stage = template_of(name).stage
         delattr(PLANS, name)
-        PARTS.pop(name, None)
+        PARTS.pop(getattr(stage.linears[0].row, "name", ""), None)
     if not names:
         _NAMES.pop(config, None)
 

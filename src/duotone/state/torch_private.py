@@ -8,8 +8,8 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -71,6 +71,17 @@ def set_thread_object(key: str, value: Any) -> Any:
     if sys.getrefcount(value) == before:  # torch 2.11 takes no reference, but releases one when the thread ends
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     return value
+
+
+@contextmanager
+def constants_allowed(x: Tensor) -> Iterator[None]:
+    """Let operations of fake tensors like x take real ones, which objects of a user may hold."""
+    mode: Any = x.fake_mode  # type: ignore[attr-defined]
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before
 
 
 def is_faking() -> bool:
