@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+from abc import ABC
 
 import pytest
 import torch
@@ -184,6 +185,20 @@ class WithMethod(MLP):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activate(self.gate(x)) * self.up(x))
+
+
+class WithProperty(MLP, ABC):
+    """Python gives each class that derives from an abstract one members of its own."""
+
+    @property
+    def activation(self):
+        return self.activate
+
+    def activate(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
 class Casts(MLP):
@@ -586,7 +601,7 @@ def test_activations_in_a_chain_that_do_more_run_by_themselves() -> None:
 
 def test_a_fused_copy_stays_fused() -> None:
     """`functools.partial` has no equality, and a copy has another object."""
-    for kind in (WithPartial, WithSwish, WithGain, WithMethod, WithChildren, Casts):
+    for kind in (WithPartial, WithSwish, WithGain, WithMethod, WithChildren, WithProperty, Casts):
         m = copy.deepcopy(duotone.fuse(duotone.convert(kind(), "mxfp8")))
         assert any(row.reason.startswith("fused") for row in duotone.plan(m))
 

@@ -18,7 +18,7 @@ FORWARD = "forward"
 OWN = {*vars(nn.Module()), *PLACES, "_compiled_call_impl", "_fused", "_unfused", "_rewritten"}
 """Names under which torch, Duotone and accelerate keep what is theirs, among it the mode."""
 
-LIBRARIES = ("__", "_hf_", "_is_hf_", "_fsdp_", "_is_fsdp_", "_is_torch_")
+LIBRARIES = ("__", "_abc_", "_hf_", "_is_hf_", "_fsdp_", "_is_fsdp_", "_is_torch_")
 """How other such names start, of Python, transformers, FSDP and torch."""
 
 
@@ -54,7 +54,8 @@ class Attributes:
         held = vars(module) if plain else {**vars(module), **module._modules}
         self.values = {name: held[name] for name in _counted(held.keys() & self.names)}
         words = _words(self.members.kind).difference(OWN, vars(nn.Module), self.names, self.members.values)
-        self.values |= {word: getattr(module, word, Absent) for word in _counted(words)}  # properties among them
+        # Among them are properties, which may give methods.
+        self.values |= {w: getattr(v := getattr(module, w, Absent), "__func__", v) for w in _counted(words)}
 
     def _names(self) -> set[str]:
         return {*vars(self.module), *self.module._parameters, *self.module._buffers, *self.module._modules} - OWN
