@@ -13,7 +13,7 @@ from torch import Tensor
 
 from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import IDENTITY, Format
-from duotone.linear.plane_source import DEQUANTIZE_HELD, ENCODE_NOW, HIGH_PRECISION, USE_HELD, PlaneSource
+from duotone.linear.plane_source import ENCODE_NOW, HIGH_PRECISION, PlaneSource
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import FixedScale, QuantizeContext, Slot
 from duotone.tensor.plane import DeferredPlane, Plane, Planes, Usage
@@ -236,8 +236,8 @@ class OperandPlan:
 
     @property
     def is_bindable(self) -> bool:
-        """Whether shapes decide all calls of `encode` and `keep`."""
-        known = self.is_known and self.source in (HIGH_PRECISION, ENCODE_NOW, USE_HELD, DEQUANTIZE_HELD)
+        """Whether shapes decide all calls of `encode` and `keep`. Those of held planes tell FSDP2 what they read."""
+        known = self.is_known and self.source in (HIGH_PRECISION, ENCODE_NOW)
         opens = all(slot is None or slot.is_openable for slot in self.context.slots)
         return known and opens and self.context.shard is None
 
