@@ -382,10 +382,6 @@ def norm_kernels(kind: str, k: int, dtype: torch.dtype = torch.bfloat16, folds: 
         *launched(f"{name}, gradient", lambda: norms.backward(inputs.x, inputs.x, inputs.gamma, *saved, needs))[
             : 1 + folds
         ],
-        launched(
-            f"{name}, gradient and sum",
-            lambda: norms.backward(inputs.x, inputs.x, inputs.gamma, *saved, needs, inputs.x),
-        )[0],
     ]
 
 
