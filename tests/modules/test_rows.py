@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone import ops, recipes
+from duotone.pipeline import rows
 
 
 def results(module: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor | None]:
@@ -75,3 +76,16 @@ def test_inputs_that_are_not_dense_are_encoded_again_with_the_bits_of_eager(
     for _ in range(3):
         for a, b in zip(results(eager, eager, x), results(traced, compiled, x), strict=True):
             assert a is not None and b is not None and torch.equal(a, b)
+
+
+def test_more_kinds_of_layers_than_rows_are_remembered_run_behind_equal_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All models share the norm in front, and what it remembered was gone before the backward of the first layers."""
+    monkeypatch.setattr(rows, "MOST", 2)
+    layers = [
+        ops.Sequential(ops.RMSNorm(32), ops.Linear(32, 32, recipe=recipes.load(name)))
+        for name in ("fp8-current", "mxfp8", "nvfp4", "fp8-block")
+    ]
+    module = nn.Sequential(*layers)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x = torch.randn(32, 32)
+    assert all(each is not None and each.isfinite().all() for each in results(module, compiled, x))

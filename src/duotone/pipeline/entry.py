@@ -47,10 +47,7 @@ def _run(
     row, structures = row_of(names, handles)
     whole, codes = _whole(operands, held, rows_below)
     outputs, structure = row.forward([x, *whole], (codes, sources), (codes, *sources))
-    key = names, *map(tuple, layout), codes
-    if structures.get(key) is not structure:
-        structures.pop(key, None)
-        remember(structures, key, structure)
+    remember(structures, (names, *map(tuple, layout), codes), structure)
     return outputs
 
 
@@ -87,9 +84,8 @@ def _gradients(  # noqa: PLR0913 (the arguments of the op)
         raise UserError(f"more than {MOST} sizes of inputs came between a compiled forward and its backward")
     if row.rolls:
         roll_after(dy)
-    saved = structure.saved([*sources, *kept])
-    others = structure.shells_over(sources), tuple(needs)
-    results = row.backward([dy, *saved], others, tuple(needs))
+    given, shells = [dy, *structure.saved([*sources, *kept])], structure.shells_over(sources)
+    results = row.backward(given, (shells, tuple(needs)), tuple(needs))
     return [each.to(dy.dtype).contiguous() for each, need in zip(results, needs, strict=True) if need]  # as autograd
 
 

@@ -23,7 +23,7 @@ from duotone.tensor.plane import Planes, same_memory
 S = TypeVar("S", bound=Stage)
 Rows = dict[Hashable, "Row"]
 MOST = 64
-"""Rows, and signatures of a name, that are remembered. The oldest goes first."""
+"""Rows, and signatures of a name, that are remembered. The one that was not written for the longest time goes first."""
 SEPARATOR = "|"
 
 
@@ -90,6 +90,8 @@ class Part:
     """The stage of the module that a handle names, and where its rows are remembered."""
     weight: Callable[[int, Sequence[Tensor]], Tensor] | None = None
     """The quantized weight over its parts. The number is the `how` of `flat`."""
+    is_home: bool = False
+    """Whether rows and structures are remembered here: at the first linear, since all models share norms."""
     rows: Rows = field(default_factory=dict)
     structures: dict[Hashable, Structure] = field(default_factory=dict)
     """By the names of all parts, and by the size and the strides of x."""
@@ -208,18 +210,23 @@ def row_of(names: str, handles: Sequence[Tensor]) -> tuple[Row, dict[Hashable, S
         stage, of_module = (part.stage, None) if part.of_module is None else part.of_module(next(owners))
         stages.append(stage)
         rows = of_module if rows is None else rows
-    return _row(names, tuple(stages), parts, parts[0].rows if rows is None else rows), parts[0].structures
+    home = _home(parts)
+    return _row(names, tuple(stages), parts, home.rows if rows is None else rows), home.structures
 
 
 def row_for_shapes(names: str) -> Row:
     """The row of stages that know no module, which tells shapes."""
     parts = _parts(names)
-    return _row(names, tuple([part.stage for part in parts]), parts, parts[0].rows)
+    return _row(names, tuple([part.stage for part in parts]), parts, _home(parts).rows)
 
 
 def _row(names: str, stages: Stages, parts: Sequence[Part], rows: Rows) -> Row:
     key = (RULES.version, names, *stages)
     return rows[key] if key in rows else remember(rows, key, Row(stages, parts))
+
+
+def _home(parts: Sequence[Part]) -> Part:
+    return next(part for part in parts if part.is_home)
 
 
 def _parts(names: str) -> list[Part]:
@@ -232,7 +239,8 @@ def _parts(names: str) -> list[Part]:
 
 
 def remember(entries: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
-    """Add a value under a key, and forget the oldest one beyond MOST. Returns the value."""
+    """Put a value last under a key, and forget the first one beyond MOST. Returns the value."""
+    entries.pop(key, None)
     entries[key] = value
     if len(entries) > MOST:
         del entries[next(iter(entries))]

@@ -195,7 +195,7 @@ def add_part(name: str, plan: LinearPlan, module: "Planned") -> RowPart | None:
         with reads_without_effect(module):
             held = module.weight_held and held_weight(module.weight_held, module.weights[0])
         of_one = None if plan.is_shared else partial(of_module, name)
-        PARTS[row.name] = Part(LinearStage(shapes, GRADIENT), of_one, held)
+        PARTS[row.name] = Part(LinearStage(shapes, GRADIENT), of_one, held, is_home=True)
     return row
 
 
