@@ -180,6 +180,24 @@ def test_writes_through_data_need_a_first_microbatch_or_an_invalidation(kind) ->
         assert torch.equal(result, call(m, x))
 
 
+@every_class
+def test_other_memory_behind_a_weight_is_encoded_anew(kind) -> None:
+    m, x = make(kind), rows()
+    call(m, x, is_first_microbatch=True)
+
+    def assign() -> None:
+        for weight in matrices(m):
+            weight.data = weight.detach() * -2
+
+    def fill_from_vector() -> None:
+        parameters = [*m.parameters()]
+        nn.utils.vector_to_parameters(-2 * nn.utils.parameters_to_vector(parameters).detach(), parameters)
+
+    for write in (assign, fill_from_vector, lambda: m.half().to(DTYPE)):
+        write()
+        assert torch.equal(call(m, x, is_first_microbatch=False), call(m, x))
+
+
 def test_every_module_with_a_cache_can_be_told_to_forget_it() -> None:
     assert all(hasattr(make(kind), "invalidate_weight_cache") for kind in CLASSES)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from duotone.capture import is_capturing
@@ -109,7 +110,7 @@ def source_of_plain(quantizer: Quantizer) -> PlaneSource:
     return HIGH_PRECISION if type(quantizer) is Quantizer and quantizer == IN_HIGH_PRECISION else ENCODE_NOW
 
 
-Stamp = tuple[Quantizer, torch.dtype, torch.device, torch.Size, object, tuple[tuple[int, ...], ...]]
+Stamp = tuple[Quantizer, torch.dtype, torch.device, torch.Size, object, tuple[tuple[object, ...], ...]]
 
 
 class OptimizerSteps:
@@ -136,9 +137,10 @@ STEPS = OptimizerSteps()
 
 
 class WeightCache:
-    """The planes of one weight, with their quantizer and the versions of the parameters behind the weight.
+    """The planes of one weight, with their quantizer and the versions and memory of the parameters behind the weight.
 
-    Writes through `.data` leave no version. After such a write, call `clear`, or begin with a first microbatch.
+    In-place writes through `.data` leave no version. After such a write, call `clear`, or begin with a first
+    microbatch.
     """
 
     def __init__(self, owners: Callable[[], Sequence[Tensor]]) -> None:
@@ -233,5 +235,8 @@ class WeightCache:
         owners = self.owners()
         if any(owner.is_inference() for owner in owners):
             return None
-        versions = tuple((id(owner), owner._version, getattr(owner, "version_of_shard", 0)) for owner in owners)
+        versions = tuple(
+            (id(owner), owner._version, getattr(owner, "version_of_shard", 0), StorageWeakRef(owner.untyped_storage()))
+            for owner in owners
+        )
         return quantizer, x.dtype, x.device, x.shape, STEPS.last, versions
