@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from duotone import ops, recipes
+import duotone
+from duotone import modules, ops, recipes
 from duotone.pipeline import rows
 
 
@@ -89,3 +90,69 @@ def test_more_kinds_of_layers_than_rows_are_remembered_run_behind_equal_norms(mo
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     x = torch.randn(32, 32)
     assert all(each is not None and each.isfinite().all() for each in results(module, compiled, x))
+
+
+def tied_norms() -> nn.Module:
+    options = {"params_dtype": torch.bfloat16}
+    norms = [ops.RMSNorm(64, **options) for _ in range(2)]
+    linears = [ops.Linear(64, 64, recipe="fp8-current", **options) for _ in range(2)]
+    return ops.Sequential(norms[0], linears[0], norms[1], linears[1])
+
+
+def tied_products() -> nn.Module:
+    recipe = replace(recipes.load("fp8-current"), recompute_columnwise=True)
+    return modules.LayerNormMLP(64, 64, params_dtype=torch.bfloat16, recipe=recipe)
+
+
+@pytest.mark.parametrize(("make", "first", "second"), [(tied_norms, "0", "2"), (tied_products, "fc1", "fc2")])
+@pytest.mark.parametrize("is_flat", [False, True], ids=["one tensor", "one storage"])
+def test_a_block_with_tied_weights_leaves_the_gradients_of_equal_blocks_alone(
+    make: Callable[[], nn.Module], first: str, second: str, is_flat: bool
+) -> None:
+    """Equal blocks share what finds kept tensors, and the untied one got the gradients of the tied one's weight."""
+    torch.manual_seed(0)
+    blocks = [make(), make()]
+    for parameter in nn.ModuleList(blocks).parameters():  # else all norms are equal
+        nn.init.normal_(parameter, 0.5, 0.1)
+    if is_flat:  # as FSDP1 holds weights, of which no two are tied
+        parameters = [*blocks[1].parameters()]
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters).detach(), parameters)
+    else:
+        blocks[1].get_submodule(second).weight = blocks[1].get_submodule(first).weight
+    eager = nn.Sequential(*blocks)
+    traced = copy.deepcopy(eager)
+    for block in traced:
+        block.compile(backend="aot_eager", fullgraph=True)
+    x = torch.randn(32, 64).bfloat16()
+    for _ in range(3):
+        for a, b in zip(results(eager, eager, x), results(traced, traced, x), strict=True):
+            assert a is not None and b is not None and torch.equal(a, b)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.linear(x).relu())
+
+
+def test_scales_of_a_linear_that_a_graph_calls_twice_follow_growing_inputs() -> None:
+    """Bound code lost the writes of amaxes if it was recorded under autograd, and scales stood still."""
+    torch.manual_seed(0)
+    eager = duotone.convert(Twice().bfloat16(), "fp8-delayed", rules=())
+    traced = copy.deepcopy(eager)
+    calls = eager, torch.compile(traced, backend="aot_eager", fullgraph=True)
+    dtype = torch.bfloat16
+    for step in range(5):
+        x = (torch.randn(32, 64) * 4.0**step).to(dtype)
+        want, got = (results(module, call, x) for module, call in zip((eager, traced), calls, strict=True))
+        for a, b in zip(want, got, strict=True):
+            assert a is not None and b is not None and torch.equal(a, b)
+        for a, b in zip(eager.buffers(), traced.buffers(), strict=True):
+            assert torch.equal(a, b)
+        if step == 0:
+            dtype = torch.float32
+            eager.float()
+            traced.float()

@@ -72,7 +72,8 @@ class Bindings:
         del tensors[count:]
         if recorder is None:
             return self.body(opened, tensors, *others)
-        with recorder:
+        # Where autograd runs an op, writes raise no version, by which the recorder knows them.
+        with recorder, torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             result = self.body(opened, tensors, *others)
         self.codes[key] = recorder.code(result)
         return result

@@ -17,8 +17,9 @@ from duotone.pipeline.bound import Bindings
 from duotone.pipeline.bound_pipeline import opened_stages
 from duotone.pipeline.rewrites import RULES, rewrite
 from duotone.pipeline.stage import Gradients, Needs, RowPart, Stage, Stages, unpack
+from duotone.state.torch_private import is_faking
 from duotone.tensor import QuantizedTensor, Quantizer
-from duotone.tensor.plane import Planes, same_memory
+from duotone.tensor.plane import Planes, overlap, same_memory
 
 S = TypeVar("S", bound=Stage)
 Rows = dict[Hashable, "Row"]
@@ -42,7 +43,7 @@ class View(NamedTuple):
     def of(tensor: Tensor | None, sources: Sequence[Tensor | None]) -> "View | None":
         """The view of the first source whose memory the tensor has. None if it has that of none."""
         for i, source in enumerate(sources):
-            if tensor is not None and source is not None and same_memory(tensor, source):
+            if tensor is not None and source is not None and _meet(tensor, source):
                 offset = tensor.storage_offset() - source.storage_offset()
                 return View(i, source.stride(), tensor.dtype, tensor.size(), tensor.stride(), offset)  # type: ignore
         return None
@@ -159,8 +160,8 @@ class Row:
         sources: Sequence[bool],
     ) -> tuple[list[Tensor], Structure]:
         """y and the kept tensors, none of which shares memory with another tensor of the graph."""
-        stages, inputs = opened_stages(self.forward_of, slots, opened), list(tensors)
-        x, *parts = tensors
+        stages, inputs = opened_stages(self.forward_of, slots, opened), _apart(tensors)
+        x, *parts = inputs
         of_parts = iter(parts)
         operands = [
             _operand(make, code % 4, [next(of_parts) for _ in range(code // 4)])
@@ -189,6 +190,22 @@ class Row:
         handed, saved = [tensors[0]], unpack(shells, tensors[1:])
         tensors.clear()
         return tuple(differentiate(opened_stages(self.backward_of, slots, opened), handed, (), saved, needs))
+
+
+def _meet(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors share memory. Of fake ones, whose offsets may be symbols, whether they are of one storage."""
+    return (same_memory if is_faking() else overlap)(a, b)
+
+
+def _apart(inputs: Sequence[Any]) -> list[Any]:
+    """The inputs, with a copy of each that shares memory with an earlier one.
+
+    Modules with one graph share structures, and some of them tie weights. So a structure must not depend on ties.
+    """
+    result: list[Any] = []
+    for x in inputs:
+        result.append(x if View.of(x, result) is None else x.clone())
+    return result
 
 
 def _replaced(shell: Any, kind: type, change: Callable[[Any], Any]) -> Any:

@@ -6,6 +6,7 @@ from torch import Tensor
 from duotone.errors import UserError
 from duotone.pipeline.autograd import with_gradient
 from duotone.tensor import QuantizedTensor
+from duotone.tensor.plane import overlap
 
 
 def check_place(name: str, place: object, like: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -19,21 +20,8 @@ def check_place(name: str, place: object, like: Tensor, dtype: torch.dtype, shap
         raise UserError(f"{name} has strides {place.stride()}; give a contiguous tensor")
     if place.requires_grad:
         raise UserError(f"{name} requires a gradient; give a buffer without one, as out.detach()")
-    if place.device.type != "meta" and _overlap(place, like):
+    if not (place.is_meta or isinstance(like, QuantizedTensor)) and overlap(place, like):
         raise UserError(f"{name} shares memory with the input; give a buffer of its own")
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors share memory."""
-    if isinstance(b, QuantizedTensor) or not a.numel() or not b.numel():
-        return False
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
-    ends: list[int] = []
-    for x in (a, b):
-        reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-        ends.append(x.data_ptr() + (1 + reach) * x.element_size())
-    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
 
 
 def placed_output(y: Tensor, place: Tensor, counted: Tensor | None) -> Tensor:

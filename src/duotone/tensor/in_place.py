@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
 from duotone.tensor.lost_updates import values_before, warn_if_lost
+from duotone.tensor.plane import memory_of
 from duotone.tensor.plane_tensor import Decodable, unshared, values_as
 from duotone.tensor.writes import Writes, write_all
 
@@ -112,9 +113,7 @@ def _memory_of(x: object) -> Iterator[tuple[int, int, int]]:
     """The storages that hold a tensor, each with the first byte there and the byte after the last one."""
     for part in x.whole.parts if isinstance(x, Decodable) else [x]:
         if isinstance(part, Tensor) and part.layout is torch.strided and part.numel():
-            last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-            first = int(part.storage_offset()) * part.itemsize
-            yield part.untyped_storage()._cdata, first, first + (last + 1) * part.itemsize
+            yield memory_of(part)
 
 
 def _groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:

@@ -299,6 +299,19 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
+def memory_of(x: Tensor) -> tuple[int, int, int]:
+    """The storage of a strided tensor with elements, its first byte there, and the byte after its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    first = int(x.storage_offset()) * x.itemsize
+    return x.untyped_storage()._cdata, first, first + (last + 1) * x.itemsize
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the memory from the first to the last element of a tensor meets that of another."""
+    (storage, first, end), (other, start, stop) = memory_of(a), memory_of(b)
+    return storage == other and first < stop and start < end and 0 not in (a.numel(), b.numel())
+
+
 def derived(row: Plane) -> Plane:
     """The plane of the transpose, in a format that derives it without loss."""
     col = row.transposed()
