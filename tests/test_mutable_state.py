@@ -72,6 +72,7 @@ ALLOWED = {
     "pipeline.autograd.RUNNER": "what runs a pipeline; an observer wraps it while it watches",
     "pipeline.rewrites.RULES": REGISTRY,
     "pipeline.rows.PARTS": GRAPHS,
+    "planned.foreign_states.READERS": REGISTRY,
     "planned.same_recipes.WRAPPED": "registers its hook once, with the first module that follows recipes",
     "planned.saved_forwards.FORWARDS": GRAPHS,
     "planned.planned._UNNAMED": "a name, and so a seed, for each module that nobody named",

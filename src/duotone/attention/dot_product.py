@@ -25,7 +25,8 @@ from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
 from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.pipeline.titles import title
-from duotone.planned import delayed_states, extra_state
+from duotone.planned import delayed_states
+from duotone.planned.foreign_states import translate
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, UNNAMED
 from duotone.state.autocast_context import HIGH_PRECISION
@@ -248,7 +249,7 @@ class DotProductAttention(AttentionRoles):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Delayed scales that the module does not have yet wait for a recipe that needs them."""
-        extra_state.unpack(state_dict, prefix, slots=extra_state.ATTENTION)
+        translate(state_dict, prefix, attends=True)
         self.saved_states.update(delayed_states.set_aside(self, state_dict, prefix))
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -1,7 +1,7 @@
 """Names of Transformer Engine: quantizer handles, factories for `CustomRecipe`, and `RecipeState`."""
 
 from duotone import recipes
-from duotone.compat import factories
+from duotone.compat import extra_state, factories
 from duotone.compat.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -13,6 +13,7 @@ from duotone.compat.quantizers import (
     QuantizerHandle,
 )
 from duotone.compat.recipe_state import RecipeState
+from duotone.planned.foreign_states import READERS
 
 __all__ = [
     "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer", "HybridQuantizer",
@@ -20,3 +21,4 @@ __all__ = [
 ]  # fmt: skip
 
 recipes.zoo = factories  # type: ignore[attr-defined]  # the name under which users find the factories
+READERS.append(extra_state.unpack)

@@ -85,12 +85,12 @@ def read(extra: object) -> dict[str, object]:
     return extra
 
 
-def unpack(state_dict: dict[str, Tensor], prefix: str, linears: Sequence[str] = ("",), slots: Slots = LINEAR) -> None:
+def unpack(state_dict: dict[str, Tensor], prefix: str, linears: Sequence[str], attends: bool) -> None:
     """Replace `_extra_state` in a checkpoint by the delayed states of Duotone's modules. Without a state it goes.
 
     `linears` are the prefixes of the modules, one for each linear of their module. UserError if slots do not fit.
     """
-    state = read(state_dict.pop(f"{prefix}_extra_state", None))
+    state, slots = read(state_dict.pop(f"{prefix}_extra_state", None)), ATTENTION if attends else LINEAR
     for direction, short in PASSES.items():
         saved = {part: state.get(f"{part}_{short}") for part in PARTS}
         if all(part is None for part in saved.values()):

@@ -17,7 +17,8 @@ from duotone.ops.sequential import Member, is_plain, run_modules
 from duotone.pipeline.op import Op, is_distributed, run
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
 from duotone.pipeline.titles import title
-from duotone.planned import boundary, extra_state
+from duotone.planned import boundary
+from duotone.planned.foreign_states import translate
 from duotone.planned.linear import Linear
 from duotone.planned.planned import below
 from duotone.planned.split_parameters import fit_pieces
@@ -268,7 +269,7 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
         return self.fc2, self.fc1
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
-        extra_state.unpack(state_dict, prefix, ("fc1.", "fc2."))
+        translate(state_dict, prefix, ("fc1.", "fc2."))
         for part in ("fc1", "fc2"):
             for kind in ("weight", "bias"):
                 old, new = f"{prefix}{part}_{kind}", f"{prefix}{part}.{kind}"

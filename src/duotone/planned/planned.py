@@ -14,7 +14,8 @@ from duotone.linear.layout import WHOLE, Layout, parallel_layout
 from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.pipeline.op import Op, info_of, is_distributed
 from duotone.pipeline.slot_roles import BoundaryRoles, ConsumerRoles
-from duotone.planned import delayed_states, extra_state, traced_stages
+from duotone.planned import delayed_states, traced_stages
+from duotone.planned.foreign_states import translate
 from duotone.planned.planner import PlannedStage, Planner
 from duotone.planned.sent_weights import send_planes
 from duotone.planned.weights import ShardedParameters, mark_entries, moved, stay_quantized
@@ -230,7 +231,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         """Like nn.Module. Delayed-scaling states that the module lacks wait for a recipe that needs them."""
         link_shards(self._parameters.values())
-        extra_state.unpack(state_dict, prefix, ("",) * self.num_gemms)
+        translate(state_dict, prefix, ("",) * self.num_gemms)
         self.saved_states.update(delayed_states.set_aside(self, state_dict, prefix))
         delayed_states.prepare_load(self, state_dict, prefix)
         if any(key.startswith(prefix) for key in state_dict):
