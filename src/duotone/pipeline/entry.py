@@ -86,7 +86,8 @@ def _gradients(  # noqa: PLR0913 (the arguments of the op)
         roll_after(dy)
     given, shells = [dy, *structure.saved([*sources, *kept])], structure.shells_over(sources)
     results = row.backward(given, (shells, tuple(needs)), tuple(needs))
-    return [each.to(dy.dtype).contiguous() for each, need in zip(results, needs, strict=True) if need]  # as autograd
+    given = [each.to(dy.dtype).contiguous() for each, need in zip(results, needs, strict=True) if need]  # as autograd
+    return [each if each.untyped_storage().nbytes() == each.nbytes else each.clone() for each in given]
 
 
 def _gradient_shapes(

@@ -6,6 +6,7 @@ What a forward keeps for its backward are tensors of the graph. The row remember
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -40,10 +41,15 @@ class View(NamedTuple):
     offset: int
 
     @staticmethod
-    def of(tensor: Tensor | None, sources: Sequence[Tensor | None]) -> "View | None":
-        """The view of the first source whose memory the tensor has. None if it has that of none."""
+    def of(tensor: Tensor | None, sources: Sequence[Tensor | None], inputs: float = inf) -> "View | None":
+        """The view of the first source whose memory the tensor has. None if it has that of none.
+
+        The first `inputs` sources may lie beside each other in one storage.
+        """
         for i, source in enumerate(sources):
-            if tensor is not None and source is not None and _meet(tensor, source):
+            if tensor is None or source is None or not same_memory(tensor, source):
+                continue
+            if i >= inputs or is_faking() or overlap(tensor, source):  # offsets of fake tensors may be symbols
                 offset = tensor.storage_offset() - source.storage_offset()
                 return View(i, source.stride(), tensor.dtype, tensor.size(), tensor.stride(), offset)  # type: ignore
         return None
@@ -176,7 +182,7 @@ class Row:
                 places.append(None)
             elif same := [i for i, each in enumerate(candidates) if each is tensor]:
                 places += same[:1]
-            elif (view := View.of(tensor, candidates)) is not None:
+            elif (view := View.of(tensor, candidates, len(shared))) is not None:
                 places.append(view)
             else:
                 places.append(len(candidates))
@@ -190,11 +196,6 @@ class Row:
         handed, saved = [tensors[0]], unpack(shells, tensors[1:])
         tensors.clear()
         return tuple(differentiate(opened_stages(self.backward_of, slots, opened), handed, (), saved, needs))
-
-
-def _meet(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors share memory. Of fake ones, whose offsets may be symbols, whether they are of one storage."""
-    return (same_memory if is_faking() else overlap)(a, b)
 
 
 def _apart(inputs: Sequence[Any]) -> list[Any]:
