@@ -88,13 +88,16 @@ def test_round_trips_of_parameters_views_and_pieces(way) -> None:
         assert way(shell).shape == (2, 2) and way(shell).planes == (None, None)
 
 
-def test_deepcopy_takes_along_what_torch_would() -> None:
-    """hybrid 36: gradient, attributes, and one copy of a tensor that is held twice."""
-    w = torch.nn.Parameter(QUANTIZERS["mxfp8"].quantize(torch.randn(32, 64)))
-    w.grad, w.mark = torch.randn(32, 64), ["tag"]
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_deepcopy_takes_along_what_torch_would(is_parameter: bool) -> None:
+    """hybrid 36: attributes, and one copy of a tensor that is held twice. Parameters leave their gradient behind."""
+    w = QUANTIZERS["mxfp8"].quantize(torch.randn(32, 64)).requires_grad_()
+    w, like = (torch.nn.Parameter(w), torch.nn.Parameter(torch.ones(2))) if is_parameter else (w, torch.ones(2))
+    w.grad, w.mark, like.requires_grad_().grad = torch.randn(32, 64), ["tag"], torch.ones(2)
     a, b = copy.deepcopy([w, w])
-    assert a is b and torch.equal(a.grad, w.grad) and a.grad is not w.grad
-    assert a.mark == ["tag"] and a.mark is not w.mark
+    assert a is b and a.mark == ["tag"] and a.mark is not w.mark
+    assert (a.grad is None) is (copy.deepcopy(like).grad is None) is is_parameter
+    assert is_parameter or (torch.equal(a.grad, w.grad) and a.grad is not w.grad)
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())

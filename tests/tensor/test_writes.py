@@ -76,6 +76,18 @@ def test_an_op_in_place_requantizes_at_the_same_addresses(op, name) -> None:
         assert same(t, q.quantize(expected, usage=usage)) and addresses(t) == at and t._version > version
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("index", [torch.tensor([1, 5]), Y[:, 0] > 0], ids=["numbers", "mask"])
+def test_rows_picked_by_a_tensor_are_written_in_the_dtype_of_the_weight(
+    index: torch.Tensor, dtype: torch.dtype
+) -> None:
+    t = QUANTIZERS["mxfp8"].quantize(X.to(dtype))
+    expected = t.dequantize(torch.float32).clone()
+    t[index] = Y[index].to(dtype)
+    expected[index] = Y[index].to(dtype).float()
+    assert torch.equal(t.dequantize(), QUANTIZERS["mxfp8"].quantize(expected.to(dtype)).dequantize())
+
+
 def test_in_place_on_plain_tensors_with_quantized_operands() -> None:
     """core 34, 35."""
     t = MX.quantize(X)

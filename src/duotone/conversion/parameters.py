@@ -110,7 +110,11 @@ def _conversions(model: nn.Module, plans: Plans, masters: Mapping[str, Tensor], 
                     other = f"the weight of {name} is tied to a module that is not converted"
                     raise UserError(f"{other}; keep it in high precision")
                 ctx = delayed_states.weight_context(module, plan, member)
-                conversions[key] = _converted(name, weight, quantizer, ctx, (values.get(key), preserve))
+                conversions[key] = (
+                    Conversion(weight, weight, quantizer, weight.detach())
+                    if key not in values and _is_held(shard_of(weight), quantizer)
+                    else _converted(name, weight, quantizer, ctx, (values.get(key), preserve))
+                )
                 module.refuse_held(conversions[key].new)
             elif conversions[key].quantizer != quantizer:
                 raise UserError(f"the weight of {name} is tied to one of another format; give both the same by a rule")
@@ -162,6 +166,13 @@ def _converted(
             local.context = dataclasses.replace(local.context, shard=ctx.shard)
         new = nn.Parameter(type(holder)(local, holder._spec, requires_grad=False), weight.requires_grad)
     return Conversion(weight, new, quantizer, values)
+
+
+def _is_held(weight: Tensor, quantizer: Quantizer) -> bool:
+    """Whether a weight has both planes in the formats of a quantizer, with scales of its own."""
+    if not isinstance(weight, QuantizedTensor) or None in weight.planes:
+        return False
+    return weight.quantizer == quantizer and not any(quantizer.delayed)
 
 
 def _spread(weight: Tensor) -> "DTensor | None":

@@ -66,7 +66,9 @@ class QuantizedTensor(ShardHooks, Writes):  # pyright: ignore[reportIncompatible
     def __deepcopy__(self, memo: dict[int, object]) -> "QuantizedTensor":
         other = self.with_planes(self.planes.map(torch.clone), is_piece=False)
         other.requires_grad_(self.requires_grad)
-        if isinstance(self, torch.nn.Parameter):
+        if not isinstance(self, torch.nn.Parameter):
+            other.grad = copy.deepcopy(self.grad, memo)  # torch's parameters leave theirs behind
+        else:
             other = torch.nn.Parameter(other, self.requires_grad)
             assert isinstance(other, QuantizedTensor)
         other.context, other.gathers = LOCAL, None
@@ -75,7 +77,6 @@ class QuantizedTensor(ShardHooks, Writes):  # pyright: ignore[reportIncompatible
         stale: set[str] = {INIT_VALUE} if self.is_inference() or self._version else set()
         for name in vars(self).keys() - vars(other).keys() - stale:
             setattr(other, name, copy.deepcopy(vars(self)[name], memo))
-        other.grad = copy.deepcopy(self.grad, memo)
         return other
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[object, ...]]:

@@ -258,7 +258,7 @@ class Writes(PlaneTensor):
             super().__setitem__(index, value)  # pyright: ignore[reportCallIssue]
             return
         values = self.dequantize(torch.float32).clone()
-        values[index] = plain(value)
+        values[index] = plain(value).float() if isinstance(value, Tensor) else value
         self.copy_(values)
 
 
