@@ -41,7 +41,7 @@ OF_MODULES = {"delayed_scale", "traced_recorded", "traced_scale"}
 OF_STAGES = {"stage_forward", "stage_backward", "stage_backward_kept"}
 OF_ATTENTION = {"attend", "attend_backward"}
 IN_BACKWARDS = {"roll_after"}
-OF_ROWS = {"row", "row_gradients", "stateful_row", "stateful_row_gradients"}
+OF_ROWS = {"differentiable_row", "row", "row_gradients", "stateful_row", "stateful_row_gradients"}
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 ON_CUDA = {"block_mm", "cast_planes", "decoded_mm", "delayed_planes", "traced_planes"}
 """They have no kernel for the CPU; tests/gpu runs them."""
@@ -90,6 +90,9 @@ def test_the_ops_of_a_row_are_what_their_schemas_say(recipe: str) -> None:
     y, *kept = run(*arguments)
     of_forward = (y, kept, [None] * 4, [4, 32], [32, 1], [2, 32, 32, 1, 32, 0], [False, True, True, False], [4, 4, 4])
     opcheck(gradients, (*of_forward, *where), test_utils=checks)
+    operands = [m.weight, m.bias, None]
+    whole = (x, operands, where[0], row.name, [False] * 4, False, False, [""] * 3)
+    opcheck(torch.ops.duotone.differentiable_row.default, whole, test_utils=checks[:1] + checks[2:])
 
 
 @pytest.mark.parametrize("name", sorted(OF_STAGES))

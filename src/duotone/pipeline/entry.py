@@ -5,19 +5,20 @@ A graph names its stages and holds no plan. What only one module has, such as it
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from duotone.allocate import rows_below
 from duotone.dispatch.graph_patterns import PLAIN
 from duotone.errors import UserError
-from duotone.graph_ops import STATEFUL, define_op
-from duotone.pipeline.rows import MOST, SEPARATOR, flat, remember, row_for_shapes, row_of
-from duotone.pipeline.stage import Needs, RowPart, Saved, Stage, Stages
+from duotone.graph_ops import STATEFUL, as_of_now, define_op
+from duotone.pipeline.autograd import Backward, Outputs, apply_traced
+from duotone.pipeline.rows import MOST, SEPARATOR, flat, remember, row_of, shapes_of
+from duotone.pipeline.stage import Stages
 from duotone.state.rolling import roll_after
-from duotone.state.torch_private import constants_allowed
 from duotone.tensor import QuantizedTensor
 
 
@@ -62,8 +63,7 @@ def _shapes(
 ) -> list[Tensor]:
     """The results of `_run`, without values: from the stages that the names stand for, which know no module."""
     whole, codes = _whole(operands, held, torch.cat)
-    with constants_allowed(x):
-        return row_for_shapes(names).forward([x, *whole], (codes, sources))[0]
+    return shapes_of(names, [x, *whole], codes, sources)
 
 
 def _gradients(  # noqa: PLR0913 (the arguments of the op)
@@ -117,90 +117,129 @@ for _name, _tags in (("row", ()), ("stateful_row", STATEFUL)):
     define_op(f"{_name}_gradients{_DIFFERENTIATE}", _gradients, _gradient_shapes, tags=_tags)
 
 
-@dataclass(frozen=True, eq=False)
-class RowStage(Stage):
-    """Neighbouring stages of a trace, as one op forward and one backward.
+class RowContext(FunctionCtx):
+    """What the forward of a row saves for its backward."""
 
-    `sources` says of x and each operand whether backward reads it as it is. `input_grad`: whether x gets a gradient.
-    `recomputes`: a partitioner may compute x again instead of keeping it.
-    """
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    layout: tuple[Sequence[int], Sequence[int], list[int], list[int]]
+    count: int
+    row: "TracedRow"
 
-    names: str
-    handles: tuple[Tensor, ...]
-    sources: tuple[bool, ...]
-    input_grad: bool
-    recomputes: bool
-    recorded: tuple[tuple[Tensor, str] | None, ...]
-    """Of each operand: the handle and the name of the stage that records its amaxes."""
-    arity: tuple[int, ...]  # type: ignore[misc]
 
-    refusal = "compiled, it is one op"
+class RowFunction(torch.autograd.Function):
+    """x and the operands of a row -> y, by one op in forward and one in backward."""
 
-    def run(self, x: Tensor, operands: Sequence[Any]) -> tuple[Tensor, Sequence[Saved], Sequence[Tensor]]:
-        run = torch.ops.duotone.stateful_row if self.handles else torch.ops.duotone.row
-        shapes: list[int] = []
-        held: list[int] = []
-        parts: list[Tensor | None] = []
-        flags = [self.sources[0]]
-        for operand, is_source, recorded in zip(operands, self.sources[1:], self.recorded, strict=True):
-            shapes += [0] if operand is None else [operand.dim(), *operand.shape]
+    @staticmethod
+    def forward(ctx: RowContext, row: "TracedRow", x: Tensor, *operands: Tensor | None) -> Tensor:
+        run = torch.ops.duotone.stateful_row if row.handles else torch.ops.duotone.row
+        parts, held, flags = list[Tensor | None](), list[int](), [row.sources[0]]
+        for operand, is_source, record in zip(operands, row.sources[1:], row.records, strict=True):
             of_operand, how = flat(operand)
-            if recorded is not None:
+            if record:
                 assert isinstance(operand, QuantizedTensor) and operand.planes.rowwise is not None
-                at = operand.planes.rowwise.format.part_names.index("scale")
-                of_operand[at] = torch.ops.duotone.traced_recorded(of_operand[at], *recorded, 0)
+                at, (handle, _, name) = operand.planes.rowwise.format.part_names.index("scale"), record.partition(" ")
+                of_operand[at] = torch.ops.duotone.traced_recorded(of_operand[at], row.handles[int(handle)], name, 0)
             held.append(4 * len(of_operand) + how)
             parts += of_operand
             flags += [is_source] * len(of_operand)
-        layout = x.shape, x.stride()
-        y, *kept = run(x, parts, held, self.handles, self.names, flags, *layout)
-        if self.recomputes:  # a partitioner keeps inputs of ops that fuse with nothing; a power of 1 fuses with x
+        y, *kept = run(x, parts, held, row.handles, row.names, flags, x.shape, x.stride())
+        shapes = [n for each in operands for n in ((0,) if each is None else (each.dim(), *each.shape))]
+        ctx.layout, ctx.count, ctx.row = (x.shape, x.stride(), shapes, held), len(kept), row
+        if row.recomputes:  # a partitioner keeps inputs of ops that fuse with nothing; a power of 1 fuses with x
             x = x.pow(1.0)
-        sources = [each for each, is_source in zip((x, *parts), flags, strict=True) if is_source]
-        saved = ((*layout, shapes, held, flags, len(kept)),), *kept, *sources
-        return y, (saved, *[()] * (len(self.arity) - 1)), ()
+        sources = [each if is_source else None for each, is_source in zip((x, *parts), flags, strict=True)]
+        saved = [None if each is None else as_of_now(each) for each in sources]
+        ctx.save_for_backward(*kept, *saved)  # type: ignore[arg-type]  # None is allowed
+        return y
 
-    def run_backward(
-        self, dy: Tensor, saved: Sequence[Saved], needs: Needs, extra: Sequence[Tensor]
-    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        ((size, stride, shapes, held, flags, count),), *tensors = saved[0]
-        sources = iter(tensors[count:])
-        sources = [next(sources) if is_source else None for is_source in flags]
-        run = torch.ops.duotone.stateful_row_gradients if self.handles else torch.ops.duotone.row_gradients
-        wanted = [self.input_grad, *needs]
-        results = iter(run(dy, tensors[:count], sources, size, stride, shapes, wanted, held, self.handles, self.names))
+    @staticmethod
+    def backward(ctx: RowContext, dy: Tensor) -> tuple[Tensor | None, ...]:
+        row, (*layout, held), needs, tensors = ctx.row, ctx.layout, ctx.needs_input_grad[1:], ctx.saved_tensors
+        run = torch.ops.duotone.stateful_row_gradients if row.handles else torch.ops.duotone.row_gradients
+        kept, sources, wanted = [*tensors[: ctx.count]], [*tensors[ctx.count :]], [row.input_grad, *needs[1:]]
+        results = iter(run(dy, kept, sources, *layout, wanted, held, row.handles, row.names))
         dx, *gradients = [next(results) if want else None for want in wanted]
-        return dx, gradients
+        return None, dx if needs[0] else None, *gradients
 
 
-def in_rows(stages: Stages) -> Stages:
-    """In a trace: the stages, with a row in the place of each run of neighbours that a row can hold."""
-    if torch.compiler._is_exporting_flag:  # a program has the operations of the stages
-        return tuple([stage.in_graph() for stage in stages])
-    rewritten: list[Stage] = []
-    run: list[tuple[Stage, RowPart]] = []
-    for stage in (*stages, None):
-        part = None if stage is None else stage.row_part
-        if part is not None and stage is not None:
-            run.append((stage, part))
-            continue
-        if any(each.is_quantized for _, each in run):
-            rewritten.append(_joined([one for one, _ in run], [each for _, each in run]))
+class TracedRow(NamedTuple):
+    """Neighbouring stages of a trace, as one op forward and one backward.
+
+    `sources` says of x and each operand whether backward reads it as it is. `input_grad`: whether x gets a gradient.
+    `recomputes`: a partitioner may compute x again instead of keeping it. `records`: of each operand whose amaxes are
+    recorded, the index of the handle and the name of the stage that does; else "".
+    """
+
+    handles: list[Tensor]
+    names: str
+    sources: list[bool]
+    input_grad: bool
+    recomputes: bool
+    records: list[str]
+
+
+def _run_row(x: Tensor, operands: Sequence[Tensor | None], *row: Any) -> Tensor:
+    return RowFunction.apply(TracedRow(*row), x, *operands)  # type: ignore[no-any-return]
+
+
+_ROW = "Tensor[] handles, str names, bool[] sources, bool input_grad, bool recomputes, str[] records"
+# a compiler that takes it as one node of a graph does not trace the function, and finds the ops of the row later
+define_op(f"differentiable_row(Tensor x, Tensor?[] operands, {_ROW}) -> Tensor", _run_row)
+
+
+@dataclass(frozen=True)
+class RowStage:
+    """A row in the place of its stages. `arity` counts its operands."""
+
+    row: TracedRow
+    arity: int
+
+
+Segment = RowStage | Stages
+
+
+def apply_segments(segments: Sequence[Segment], _: object, x: Tensor, *operands: object) -> Outputs:
+    """In a trace: the output of a pipeline, (y, *extra outputs) where stages have such."""
+    outputs, at = [x], 0
+    for segment in segments:
+        first = at
+        if isinstance(segment, RowStage):
+            at += segment.arity
+            outputs[0] = torch.ops.duotone.differentiable_row(outputs[0], [*operands[first:at]], *segment.row)
         else:
-            rewritten += [one.in_graph() for one, _ in run]
-        run = []
-        if stage is not None:
-            rewritten.append(stage.in_graph())
-    return tuple(rewritten)
+            at += sum([sum(stage.arity) for stage in segment])
+            y = apply_traced(segment, Backward(segment), outputs[0], *operands[first:at])
+            outputs[0], *extra = y if isinstance(y, tuple) else (y,)
+            outputs += extra
+    return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def _joined(stages: Sequence[Stage], parts: Sequence[RowPart]) -> RowStage:
-    handles, arity, of_operands, recorded = (), (), (), ()
-    for stage, part in zip(stages, parts, strict=True):
-        handles, arity, of_operands = handles + part.handles, arity + stage.arity, of_operands + part.sources[1:]
-        of_weight = (part.handles[0], part.name.split("@")[0]) if part.records else None
-        recorded += (of_weight, *[None] * (len(part.sources) - 2)) if len(part.sources) > 1 else ()
+def in_rows(stages: Stages) -> list[Segment]:
+    """In a trace: the stages, with a row in the place of each run of neighbours that a row can hold."""
+    segments: list[Segment] = []
+    run: Stages = ()
+    for stage, follower in zip(stages, (*stages[1:], None), strict=True):
+        run = (*run, stage)
+        if follower is None or (follower.row_part is None) is not (stage.row_part is None):
+            segments.append(_segment(run))
+            run = ()
+    return segments
+
+
+def _segment(run: Stages) -> Segment:
+    """Neighbours of which all or none have row parts: one row of them if one is quantized, else as they are."""
+    parts = [part for part in [stage.row_part for stage in run] if part is not None]
+    if not any([part.is_quantized for part in parts]) or torch.compiler._is_exporting_flag:
+        return tuple([stage.in_graph() for stage in run])  # so does a program that is exported
+    handles: list[Tensor] = []
+    records: list[str] = []
+    sources = [parts[0].sources[0]]
+    for part in parts:
+        operands = part.sources[1:]
+        of_first = f"{len(handles)} {part.name.split('@')[0]}" if part.records else ""
+        records += [of_first, *[""] * (len(operands) - 1)] if operands else []
+        handles, sources = [*handles, *part.handles], [*sources, *operands]
     names = SEPARATOR.join([part.name for part in parts])
-    return RowStage(
-        names, handles, (parts[0].sources[0], *of_operands), parts[0].input_grad, parts[0].recomputes, recorded, arity
-    )
+    row = TracedRow(handles, names, sources, parts[0].input_grad, parts[0].recomputes, records)
+    return RowStage(row, sum([sum(stage.arity) for stage in run]))

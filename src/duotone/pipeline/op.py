@@ -15,7 +15,6 @@ from duotone.pipeline.autograd import (
     RUNNER,
     Backward,
     Outputs,
-    apply_traced,
     are_transforms_active,
     is_transformed,
     second_order,
@@ -23,7 +22,7 @@ from duotone.pipeline.autograd import (
 from duotone.pipeline.bound_pipeline import bindings_of
 from duotone.pipeline.channels import Channels
 from duotone.pipeline.deferred import DeferredOutput
-from duotone.pipeline.entry import in_rows
+from duotone.pipeline.entry import apply_segments, in_rows
 from duotone.pipeline.rewrites import RULES, rewrite
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.pipeline.stage import Stage
@@ -231,9 +230,9 @@ def run(
         linked.append((op, stage, before, parameters))
         stages += (stage,)
         count += op.extra_inputs
+    forward: Any
     if torch.compiler.is_dynamo_compiling():
-        forward = in_rows(stages)
-        backward, rolls, apply = Backward(forward), False, apply_traced
+        forward, backward, rolls, apply = in_rows(stages), Backward(()), False, apply_segments
         if is_transformed():  # a transform would not find the backward of PipelineFunction, and give zeros
             again = second_order(stages, owner.__dict__.get("module_name", ""))
             again.check()

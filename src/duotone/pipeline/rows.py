@@ -18,7 +18,7 @@ from duotone.pipeline.bound import Bindings
 from duotone.pipeline.bound_pipeline import opened_stages
 from duotone.pipeline.rewrites import RULES, rewrite
 from duotone.pipeline.stage import Gradients, Needs, RowPart, Stage, Stages, unpack
-from duotone.state.torch_private import is_faking
+from duotone.state.torch_private import constants_allowed, is_faking
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.plane import Planes, overlap, same_memory
 
@@ -102,6 +102,8 @@ class Part:
     rows: Rows = field(default_factory=dict)
     structures: dict[Hashable, Structure] = field(default_factory=dict)
     """By the names of all parts, and by the size and the strides of x."""
+    shapes: dict[Hashable, list[tuple[torch.Size, tuple[int, ...], torch.dtype]]] = field(default_factory=dict)
+    """Of the results of rows, by the names of all parts, and by what decides them."""
 
 
 PARTS: dict[str, Part] = {}
@@ -232,10 +234,20 @@ def row_of(names: str, handles: Sequence[Tensor]) -> tuple[Row, dict[Hashable, S
     return _row(names, tuple(stages), parts, home.rows if rows is None else rows), home.structures
 
 
-def row_for_shapes(names: str) -> Row:
-    """The row of stages that know no module, which tells shapes."""
+def shapes_of(names: str, tensors: list[Any], codes: tuple[int, ...], sources: Sequence[bool]) -> list[Tensor]:
+    """The results of a row of stages that know no module, without values. They are computed once for each layout."""
     parts = _parts(names)
-    return _row(names, tuple([part.stage for part in parts]), parts, _home(parts).rows)
+    layouts = [None if each is None else (each.dtype, each.device, *each.shape, *each.stride()) for each in tensors]
+    fixed = not any(isinstance(n, torch.SymInt) for layout in layouts if layout is not None for n in layout)
+    known, key = _home(parts).shapes, (RULES.version, names, codes, *sources, *layouts)
+    if fixed and key in known:
+        return [tensors[0].new_empty_strided(size, stride, dtype=dtype) for size, stride, dtype in known[key]]
+    row = _row(names, tuple([part.stage for part in parts]), parts, _home(parts).rows)
+    with constants_allowed(tensors[0]):
+        outputs = row.forward(tensors, (codes, sources))[0]
+    if fixed:
+        remember(known, key, [(each.shape, each.stride(), each.dtype) for each in outputs])
+    return outputs
 
 
 def _row(names: str, stages: Stages, parts: Sequence[Part], rows: Rows) -> Row:
