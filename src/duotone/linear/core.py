@@ -44,8 +44,7 @@ class LinearStage(Stage):
     """The name of the stage in graphs."""
     handle: Tensor | None = None
     """In a trace: the number of the module whose delayed slots the stage uses."""
-    row: RowPart | None = None
-    """In a trace: see `row_part`."""
+    row_part: RowPart | None = None
     arity = (3,)
 
     @property
@@ -84,21 +83,20 @@ class LinearStage(Stage):
 
     def of_module(self, handle: Tensor) -> "LinearStage":
         """In a trace: the stage with the delayed slots of the module that `handle` names."""
-        return LinearStage(self.plan, self.sink, self.name, handle, self.row)
+        return LinearStage(self.plan, self.sink, self.name, handle, self.row_part)
 
     def in_graph(self) -> "LinearStage":
         handle = self.handle
         return self if handle is None else LinearStage(self.plan.of_module(handle), self.sink, self.name)
 
     @property
-    def row_part(self) -> RowPart | None:  # type: ignore[override]
-        row, handle = self.row, self.handle
-        return row if row is None or handle is None else row._replace(handles=(handle,))
+    def row_owner(self) -> Tensor | None:
+        return self.handle
 
     def recording_weight(self) -> "LinearStage":
         """In a trace: the stage that records the amaxes of a weight that FSDP2 gathered under delayed scales."""
-        assert self.row is not None
-        return LinearStage(self.plan, self.sink, self.name, self.handle, self.row._replace(records=True))
+        assert self.row_part is not None
+        return LinearStage(self.plan, self.sink, self.name, self.handle, self.row_part._replace(records=True))
 
     def named(self, operands: Sequence[Item]) -> Operands[Item]:
         """Row counts, seed, weights and biases, or the same of anything that exists once for each operand."""

@@ -4,7 +4,6 @@ A graph names its stages and holds no plan. What only one module has, such as it
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -188,58 +187,40 @@ _ROW = "Tensor[] handles, str names, bool[] sources, bool input_grad, bool recom
 define_op(f"differentiable_row(Tensor x, Tensor?[] operands, {_ROW}) -> Tensor", _run_row)
 
 
-@dataclass(frozen=True)
-class RowStage:
-    """A row in the place of its stages. `arity` counts its operands."""
+def apply_in_graph(stages: Stages, _: object, x: Tensor, *operands: Any) -> Outputs:
+    """In a trace: the output of a pipeline, (y, *extra outputs) where stages have such.
 
-    row: TracedRow
-    arity: int
-
-
-Segment = RowStage | Stages
-
-
-def apply_segments(segments: Sequence[Segment], _: object, x: Tensor, *operands: object) -> Outputs:
-    """In a trace: the output of a pipeline, (y, *extra outputs) where stages have such."""
+    Neighbours that rows hold become one row, if one of them is quantized.
+    """
     outputs, at = [x], 0
-    for segment in segments:
-        first = at
-        if isinstance(segment, RowStage):
-            at += segment.arity
-            outputs[0] = torch.ops.duotone.differentiable_row(outputs[0], [*operands[first:at]], *segment.row)
-        else:
-            at += sum([sum(stage.arity) for stage in segment])
-            y = apply_traced(segment, Backward(segment), outputs[0], *operands[first:at])
-            outputs[0], *extra = y if isinstance(y, tuple) else (y,)
-            outputs += extra
-    return tuple(outputs) if len(outputs) > 1 else outputs[0]
-
-
-def in_rows(stages: Stages) -> list[Segment]:
-    """In a trace: the stages, with a row in the place of each run of neighbours that a row can hold."""
-    segments: list[Segment] = []
     run: Stages = ()
     for stage, follower in zip(stages, (*stages[1:], None), strict=True):
         run = (*run, stage)
         if follower is None or (follower.row_part is None) is not (stage.row_part is None):
-            segments.append(_segment(run))
+            first, at = at, at + sum([sum(each.arity) for each in run])
+            outputs[0], *extra = _apply_run(run, outputs[0], operands[first:at])
+            outputs += extra
             run = ()
-    return segments
+    return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def _segment(run: Stages) -> Segment:
-    """Neighbours of which all or none have row parts: one row of them if one is quantized, else as they are."""
+def _apply_run(run: Stages, x: Tensor, operands: Sequence[Any]) -> Sequence[Any]:
+    """The outputs of neighbours of which all or none have row parts."""
     parts = [part for part in [stage.row_part for stage in run] if part is not None]
-    if not any([part.is_quantized for part in parts]) or torch.compiler._is_exporting_flag:
-        return tuple([stage.in_graph() for stage in run])  # so does a program that is exported
+    if torch.compiler._is_exporting_flag or not any([part.is_quantized for part in parts]):
+        stages = tuple([stage.in_graph() for stage in run])  # a program that is exported has their operations
+        y = apply_traced(stages, Backward(stages), x, *operands)
+        return y if isinstance(y, tuple) else (y,)
     handles: list[Tensor] = []
     records: list[str] = []
     sources = [parts[0].sources[0]]
-    for part in parts:
-        operands = part.sources[1:]
-        of_first = f"{len(handles)} {part.name.split('@')[0]}" if part.records else ""
-        records += [of_first, *[""] * (len(operands) - 1)] if operands else []
-        handles, sources = [*handles, *part.handles], [*sources, *operands]
+    for stage, part in zip(run, parts, strict=True):
+        if len(part.sources) > 1:
+            of_first = f"{len(handles)} {part.name.split('@')[0]}" if part.records else ""
+            records += [of_first, *[""] * (len(part.sources) - 2)]
+            sources += part.sources[1:]
+        if (owner := stage.row_owner) is not None:
+            handles.append(owner)
     names = SEPARATOR.join([part.name for part in parts])
-    row = TracedRow(handles, names, sources, parts[0].input_grad, parts[0].recomputes, records)
-    return RowStage(row, sum([sum(stage.arity) for stage in run]))
+    row = handles, names, sources, parts[0].input_grad, parts[0].recomputes, records
+    return (torch.ops.duotone.differentiable_row(x, [*operands], *row),)

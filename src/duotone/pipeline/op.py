@@ -22,7 +22,7 @@ from duotone.pipeline.autograd import (
 from duotone.pipeline.bound_pipeline import bindings_of
 from duotone.pipeline.channels import Channels
 from duotone.pipeline.deferred import DeferredOutput
-from duotone.pipeline.entry import apply_segments, in_rows
+from duotone.pipeline.entry import apply_in_graph
 from duotone.pipeline.rewrites import RULES, rewrite
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.pipeline.stage import Stage
@@ -207,6 +207,10 @@ class Op(Channels, KnownRoles):
         return run((self,), x, extra, is_first_microbatch, self)
 
 
+NONE = Backward(())
+"""In a trace, where each row and run of stages has a backward of its own."""
+
+
 def run(
     ops: Sequence[Op],
     x: Tensor,
@@ -230,9 +234,8 @@ def run(
         linked.append((op, stage, before, parameters))
         stages += (stage,)
         count += op.extra_inputs
-    forward: Any
     if torch.compiler.is_dynamo_compiling():
-        forward, backward, rolls, apply = in_rows(stages), Backward(()), False, apply_segments
+        forward, backward, rolls, apply = stages, NONE, False, apply_in_graph
         if is_transformed():  # a transform would not find the backward of PipelineFunction, and give zeros
             again = second_order(stages, owner.__dict__.get("module_name", ""))
             again.check()

@@ -113,7 +113,7 @@ PARTS: dict[str, Part] = {}
 def in_parts(stage: S, name: str, sources: tuple[bool, ...], input_grad: bool) -> S:
     """A stage without states that can be part of rows under a name. Equal names are of equal stages."""
     PARTS.setdefault(name, Part(stage))
-    return replace(stage, row_part=RowPart(name, (), sources, False, input_grad))  # type: ignore[type-var]
+    return replace(stage, row_part=RowPart(name, sources, False, input_grad))  # type: ignore[type-var]
 
 
 def flat(operand: Tensor | None) -> tuple[list[Tensor | None], int]:

@@ -42,7 +42,6 @@ class RowPart(NamedTuple):
     """
 
     name: str
-    handles: tuple[Tensor, ...]
     sources: tuple[bool, ...]
     is_quantized: bool
     input_grad: bool
@@ -82,6 +81,11 @@ class Stage:
 
     row_part: RowPart | None = None
     """In a trace: how a row holds the stage. None for one that is no part of rows."""
+
+    @property
+    def row_owner(self) -> Tensor | None:
+        """In a trace: the handle of the module whose states the stage uses in a row."""
+        return None
 
     def in_graph(self) -> "Stage":
         """In a trace: the stage outside of rows."""

@@ -238,7 +238,7 @@ class Planner:
         )
         stage = traced_stages.template_of(name).stage
         if quantizer is not None and any(records_amaxes(weight) for weight in module.weights):
-            if not isinstance(stage, LinearStage) or stage.row is None or not quantizer.delayed[0]:
+            if not isinstance(stage, LinearStage) or stage.row_part is None or not quantizer.delayed[0]:
                 trace_errors.refuse_amaxes()
             stage = stage.recording_weight()
         return stage if stage.plan.is_shared else stage.of_module(self.handle)

@@ -262,7 +262,7 @@ def _forget(config: str, keys: Iterable[tuple[str, ...]]) -> None:
         name = names.pop(key)
         stage = template_of(name).stage
         delattr(PLANS, name)
-        PARTS.pop(getattr(stage.linears[0].row, "name", ""), None)
+        PARTS.pop(getattr(stage.linears[0].row_part, "name", ""), None)
     if not names:
         _NAMES.pop(config, None)
 
