@@ -79,7 +79,7 @@ def _columnwise(operand: "OperandPlan", x: Original, planes: Planes, seed: Tenso
 
 def _deferred(operand: "OperandPlan", x: Original, planes: Planes, seed: Tensor | None) -> SavedPlane:
     assert isinstance(x, Tensor)
-    return operand.deferred(columnwise, (x,), seed)
+    return operand.deferred(columnwise, (x.detach(),), seed)  # `x.data = y` gives x other memory, but not this
 
 
 def _supplied(operand: "OperandPlan", x: Original, planes: Planes, seed: Tensor | None) -> SavedPlane:
@@ -90,7 +90,7 @@ def _supplied(operand: "OperandPlan", x: Original, planes: Planes, seed: Tensor 
 def _original(operand: "OperandPlan", x: Original, planes: Planes, seed: Tensor | None) -> SavedPlane:
     assert isinstance(x, Tensor)
     if not isinstance(x, QuantizedTensor):
-        return Plane.of(x)
+        return Plane.of(x.detach())
     plane = x.planes.rowwise or planes.rowwise
     _note_rowwise(x)
     if plane is None:
