@@ -58,6 +58,7 @@ REST = {
     "cli/test_compare.py",
     "cli/test_pages.py",
     "cli/test_parallel.py",
+    "cli/test_search.py",
     "cli/test_train.py",
     "conversion/test_encoder.py",
     "conversion/test_fuse_models.py",
@@ -71,6 +72,8 @@ REST = {
     "integrations",
     "kernels/test_compile.py",
     "lab/test_hf.py",
+    "lab/test_ledger.py",
+    "lab/test_loop.py",
     "linear/test_saved_in_graphs.py",
     "modules/test_after_compile.py",
     "modules/test_compile.py",
@@ -92,11 +95,17 @@ REST = {
 
 BRIEF = {
     "cli/test_compare.py": {"test_it_leaves_a_report_and_its_numbers_and_ends_with_a_table"},
+    "cli/test_search.py": {"test_it_leaves_a_recipe_its_evidence_and_a_report"},
     "cli/test_train.py": {
         "test_it_leaves_checkpoints_and_a_report",
-        "test_a_schedule_is_resumed_in_its_later_phase_and_ends_as_an_uninterrupted_run",
         "test_resume_with_other_settings_is_refused_and_changes_nothing",
     },
+    "lab/test_ledger.py": {
+        "test_rows_have_the_bytes_counted_by_hand",
+        "test_the_peak_of_a_linear_is_predicted_within_five_percent",
+        "test_a_ledger_leaves_the_next_step_as_it_would_have_been",
+    },
+    "lab/test_loop.py": {"test_a_stop_saves_and_the_resumed_run_ends_as_an_uninterrupted_one"},
     "distributed/test_brief.py": {"test_every_check_of_the_worker_passes_on_all_ranks"},
     "test_examples.py": {"test_own_training_loop_trains_and_prints_what_ran"},
 }

@@ -112,7 +112,7 @@ def _conversions(model: nn.Module, plans: Plans, masters: Mapping[str, Tensor], 
                 ctx = delayed_states.weight_context(module, plan, member)
                 conversions[key] = (
                     Conversion(weight, weight, quantizer, weight.detach())
-                    if key not in values and _is_held(shard_of(weight), quantizer)
+                    if not preserve and key not in values and _is_held(shard_of(weight), quantizer)
                     else _converted(name, weight, quantizer, ctx, (values.get(key), preserve))
                 )
                 module.refuse_held(conversions[key].new)
