@@ -8,7 +8,7 @@ from optim_cases import QUANTIZERS, RATES, pair, parts, random_parameter, same_b
 from torch import nn
 
 import duotone
-from duotone import recipes
+from duotone import UserError, recipes
 from duotone.linear.plane_source import STEPS
 from duotone.optim import AdamW
 from duotone.recipes import NVFP4BlockScaling
@@ -368,3 +368,31 @@ def test_a_compiled_step_is_that_of_eager_after_one_without_masters() -> None:
         counts.append((len(hooks), *(float(optimizer.state[p]["step"]) for p in parameters)))
         values.append([p.detach() for p in parameters])
     assert counts == [(3, 3.0, 3.0)] * 3 and all(map(same_bits, *values[1:]))
+
+
+@pytest.mark.parametrize("q", [None, *QUANTIZERS.values()], ids=["plain", *QUANTIZERS.keys()])
+def test_two_parameters_in_one_memory_are_refused_before_a_step(q) -> None:
+    """The master of each was written over the other one, and the update of one of them was lost whole."""
+    whole = torch.randn(64, 64).bfloat16()
+    tensors = (whole, whole) if q is None else (one := q.quantize(whole), one.detach())
+    a, b = (nn.Parameter(each) for each in tensors)
+    optimizer = AdamW([a, b], lr=0.02, master_weights=True)
+    a.grad, b.grad, before = torch.ones(64, 64).bfloat16(), torch.zeros(64, 64).bfloat16(), whole.clone()
+    with pytest.raises(UserError, match=r"two parameters of shape \(64, 64\) share their memory.*tie modules by one"):
+        optimizer.step()
+    assert torch.equal(whole, before) and not any("master" in state for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-rowwise", "mxfp8", "nvfp4"])
+def test_masters_are_rounded_once_when_they_become_quantized_parameters(name, dtype) -> None:
+    """They were rounded to the dtype of the weight before, and the next step took the result for their values."""
+    torch.manual_seed(0)
+    m = duotone.Linear(128, 128, bias=False, params_dtype=dtype, recipe=recipes.load(name), name="m")
+    root = nn.ModuleDict({"m": m})
+    master = torch.randn(128, 128)
+    duotone.convert_parameters(root, name, masters={"m.weight": master})
+    codes = [part.clone() for part in m.weight.parts]
+    with torch.no_grad():
+        m.weight.copy_(master)
+    assert all(same_bits(a, b) for a, b in zip(codes, m.weight.parts, strict=True))

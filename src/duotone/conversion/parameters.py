@@ -155,7 +155,7 @@ def _converted(
             if any(quantizer.delayed):
                 raise UserError(f"the weight of {name} is cut over ranks, unlike its delayed scales; use current ones")
             ctx = dataclasses.replace(ctx, shard=shard_context(holder, (quantizer.rowwise, quantizer.columnwise)))
-        new = quantized_parameter(values, quantizer, preserve=preserve, columnwise=columnwise, ctx=ctx)
+        new = quantized_parameter(values, quantizer, preserve=preserve, columnwise=columnwise, ctx=ctx, exact=master)
     elif isinstance(shard, QuantizedTensor) or master is not None:
         new = nn.Parameter(values.clone(), requires_grad=weight.requires_grad)
     else:

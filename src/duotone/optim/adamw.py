@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from duotone.capture import is_capturing
 from duotone.errors import MissingPlaneError, UserError
-from duotone.optim.checks import check_dtypes, check_group, check_saved, check_step
+from duotone.optim.checks import check_apart, check_dtypes, check_group, check_saved, check_step
 from duotone.optim.master import Mark, adopt_writes, initial_master, is_computed, stored_dtypes
 from duotone.optim.moments import (
     CODES,
@@ -121,6 +121,8 @@ class AdamW(Optimizer):
         for group, parameters in groups:
             for parameter in parameters:
                 check_step(parameter, group)
+        written = [p for group, parameters in groups for p in parameters if is_computed(p, self.state[p], group)]
+        check_apart(written, self._marks)
         computed: list[tuple[Group, list[Tensor]]] = []
         for group, parameters in groups:
             computed.append((group, [p for p in parameters if is_computed(p, self.state[p], group)]))

@@ -1,6 +1,6 @@
 """What AdamW refuses, in one line each, before anything changes."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from numbers import Real
 
 import torch
@@ -12,6 +12,7 @@ from duotone.optim.update import Group, Saved
 from duotone.pipeline.op import is_distributed
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.fsdp import shard_of
+from duotone.tensor.plane import memory_of
 
 COMPUTED = torch.float32, torch.bfloat16, torch.float16
 
@@ -59,6 +60,24 @@ def check_step(parameter: Tensor, group: Group) -> None:
             "group with moment_dtype=None"
         )
     check_writable(shard_of(parameter))
+
+
+def check_apart(parameters: Sequence[Tensor], known: Container[Tensor]) -> None:
+    """UserError if two parameters lie in the same memory: each would be written from a master of its own.
+
+    Parameters of which all are known were compared before.
+    """
+    seen: set[tuple[int, int]] = set()
+    for parameter in () if all(each in known for each in parameters) else parameters:
+        shard = shard_of(parameter)
+        plane = (shard.planes.rowwise or shard.planes.columnwise) if isinstance(shard, QuantizedTensor) else None
+        memory = memory_of(shard if plane is None else plane.parts["codes"])[:2]
+        if shard.numel() and memory in seen:
+            raise UserError(
+                f"two parameters of shape {tuple(parameter.shape)} share their memory, and a step would lose the "
+                "update of one of them; tie modules by one Parameter: b.weight = a.weight"
+            )
+        seen.add(memory)
 
 
 def check_writable(parameter: Tensor) -> None:

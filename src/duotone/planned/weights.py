@@ -92,13 +92,20 @@ def preserved_values(module: nn.Module) -> Iterator[None]:
         module._parameters.update(weights)
     for name, weight in weights.items():
         shard, values = shard_of(weight), shard_of(plain[name]).detach()
-        version = shard._version
-        with torch.no_grad():
-            shard.copy_(values)
-        if version == 0:  # the first fill counts as no write: masters start from the values
-            torch._C._autograd._unsafe_set_version_counter((shard,), (0,))  # type: ignore[attr-defined]
+        if shard._version == 0:  # the first fill counts as no write: masters start from the values
+            write_unseen(shard, values)
+        else:
+            with torch.no_grad():
+                shard.copy_(values)
         if not values.is_meta:
             setattr(shard, INIT_VALUE, values.to("cpu", copy=True))
+
+
+def write_unseen(parameter: Tensor, values: Tensor) -> None:
+    """Write values, in their dtype, into a parameter that nothing wrote before. It counts as no write."""
+    with torch.no_grad():
+        parameter.copy_(values)
+    torch._C._autograd._unsafe_set_version_counter((parameter,), (0,))  # type: ignore[attr-defined]
 
 
 INTERNAL = ("_rowwise", "_columnwise", "quantizer", "context", "is_piece", "is_blank", "gathers", "_shells", ENTRY)
@@ -106,16 +113,25 @@ INTERNAL = ("_rowwise", "_columnwise", "quantizer", "context", "is_piece", "is_b
 
 
 def quantized_parameter(
-    weight: Tensor, quantizer: Quantizer, *, preserve: bool, columnwise: bool = False, ctx: QuantizeContext = LOCAL
+    weight: Tensor,
+    quantizer: Quantizer,
+    *,
+    preserve: bool,
+    columnwise: bool = False,
+    ctx: QuantizeContext = LOCAL,
+    exact: Tensor | None = None,
 ) -> nn.Parameter:
     """A parameter that holds only planes of `weight`; with columnwise ones if asked for, or if gradients are enabled.
 
-    `preserve` keeps high-precision values of `weight` on the CPU: `get_high_precision_init_val()`.
+    `preserve` keeps high-precision values of `weight` on the CPU: `get_high_precision_init_val()`. `exact`: its values
+    before they were rounded to its dtype, from which codes are rounded once.
     """
     usage = Usage(True, columnwise or torch.is_grad_enabled())
     requires_grad = weight.requires_grad
     parameter = nn.Parameter(quantizer.make(weight, usage, ctx), requires_grad=requires_grad)
     forget_bases(parameter)
+    if exact is not None:
+        write_unseen(parameter, exact)
     if preserve and not weight.is_meta:
         setattr(parameter, INIT_VALUE, weight.detach().to("cpu", copy=True))
     return parameter
