@@ -74,7 +74,7 @@ def test_chunked_stages_have_the_bits_of_plain_torch(
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.rest) for name in NAMES[1:])])
+@pytest.mark.parametrize("name", NAMES)
 def test_compiled_stages_have_the_bits_of_plain_torch(name: str, awkward: Tensor) -> None:
     """Decoded to the dtypes in turn: each takes a kernel more, and a second to compile."""
     x, turn = awkward.to(torch.bfloat16), formats.names().index(name) % 2
@@ -90,7 +90,6 @@ def test_compiled_stages_decode_to_each_dtype(name: str, awkward: Tensor) -> Non
 
 
 @needs_compiler
-@pytest.mark.rest
 def test_compiled_stages_have_the_bits_of_plain_torch_on_fp32_input(awkward: Tensor) -> None:
     for name in ("mxfp8_e4m3", "nvfp4_rht_sr"):
         assert_same_bits(formats.get(name), awkward, COMPILED)
