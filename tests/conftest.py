@@ -94,7 +94,7 @@ REST = {
     "test_own_ops.py",
     "test_site.py",
 }
-"""Folders and files that `make test` leaves out: graphs, ranks, other libraries, pages. They take most of the time."""
+"""Folders and files that `make test` leaves out: graphs, ranks, other libraries, pages, whole tools."""
 
 BRIEF = {
     "cli/test_compare.py": {"test_it_leaves_a_report_and_its_numbers_and_ends_with_a_table"},

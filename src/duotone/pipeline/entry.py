@@ -85,8 +85,9 @@ def _gradients(  # noqa: PLR0913 (the arguments of the op)
         roll_after(dy)
     given, shells = [dy, *structure.saved([*sources, *kept])], structure.shells_over(sources)
     results = row.backward(given, (shells, tuple(needs)), tuple(needs))
-    given = [each.to(dy.dtype).contiguous() for each, need in zip(results, needs, strict=True) if need]  # as autograd
-    return [each if each.untyped_storage().nbytes() == each.nbytes else each.clone() for each in given]
+    gradients = [each.to(dy.dtype).contiguous() for each, need in zip(results, needs, strict=True) if need]
+    # Results of an op share no memory; those of one kernel may lie in one buffer.
+    return [each if each.untyped_storage().nbytes() == each.nbytes else each.clone() for each in gradients]
 
 
 def _gradient_shapes(
@@ -183,7 +184,7 @@ def _run_row(x: Tensor, operands: Sequence[Tensor | None], *row: Any) -> Tensor:
 
 
 _ROW = "Tensor[] handles, str names, bool[] sources, bool input_grad, bool recomputes, str[] records"
-# a compiler that takes it as one node of a graph does not trace the function, and finds the ops of the row later
+# Dynamo takes it as one node, and does not trace the function. AOTAutograd does, and finds the ops of the row.
 define_op(f"differentiable_row(Tensor x, Tensor?[] operands, {_ROW}) -> Tensor", _run_row)
 
 

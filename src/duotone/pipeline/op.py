@@ -207,8 +207,8 @@ class Op(Channels, KnownRoles):
         return run((self,), x, extra, is_first_microbatch, self)
 
 
-NONE = Backward(())
-"""In a trace, where each row and run of stages has a backward of its own."""
+NO_BACKWARD = Backward(())
+"""For a trace, in which each row and run of stages has a backward of its own."""
 
 
 def run(
@@ -235,7 +235,7 @@ def run(
         stages += (stage,)
         count += op.extra_inputs
     if torch.compiler.is_dynamo_compiling():
-        forward, backward, rolls, apply = stages, NONE, False, apply_in_graph
+        forward, backward, rolls, apply = stages, NO_BACKWARD, False, apply_in_graph
         if is_transformed():  # a transform would not find the backward of PipelineFunction, and give zeros
             again = second_order(stages, owner.__dict__.get("module_name", ""))
             again.check()

@@ -236,13 +236,13 @@ def row_of(names: str, handles: Sequence[Tensor]) -> tuple[Row, dict[Hashable, S
 
 def shapes_of(names: str, tensors: list[Any], codes: tuple[int, ...], sources: Sequence[bool]) -> list[Tensor]:
     """The results of a row of stages that know no module, without values. They are computed once for each layout."""
-    parts = _parts(names)
+    home = _home(parts := _parts(names))
     layouts = [None if each is None else (each.dtype, each.device, *each.shape, *each.stride()) for each in tensors]
     fixed = not any(isinstance(n, torch.SymInt) for layout in layouts if layout is not None for n in layout)
-    known, key = _home(parts).shapes, (RULES.version, names, codes, *sources, *layouts)
+    known, key = home.shapes, (RULES.version, names, codes, *sources, *layouts)
     if fixed and key in known:
         return [tensors[0].new_empty_strided(size, stride, dtype=dtype) for size, stride, dtype in known[key]]
-    row = _row(names, tuple([part.stage for part in parts]), parts, _home(parts).rows)
+    row = _row(names, tuple([part.stage for part in parts]), parts, home.rows)
     with constants_allowed(tensors[0]):
         outputs = row.forward(tensors, (codes, sources))[0]
     if fixed:
