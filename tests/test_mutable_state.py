@@ -74,7 +74,7 @@ ALLOWED = {
     "pipeline.rows.PARTS": GRAPHS,
     "planned.foreign_states.READERS": REGISTRY,
     "planned.same_recipes.WRAPPED": "registers its hook once, with the first module that follows recipes",
-    "planned.saved_forwards.FORWARDS": GRAPHS,
+    "pipeline.saved_forwards.FORWARDS": GRAPHS,
     "planned.planned._UNNAMED": "a name, and so a seed, for each module that nobody named",
     "recipes.conditions.expression": PURE,
     "recipes.conditions.glob": PURE,

@@ -38,10 +38,10 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "mm_fp32": (torch.randn(5, 16).bfloat16(), torch.randn(7, 16).bfloat16()),
 }
 OF_MODULES = {"delayed_scale", "traced_recorded", "traced_scale"}
-OF_STAGES = {"stage_forward", "stage_backward", "stage_backward_kept"}
 OF_ATTENTION = {"attend", "attend_backward"}
 IN_BACKWARDS = {"roll_after"}
 OF_ROWS = {"differentiable_row", "row", "row_gradients", "stateful_row", "stateful_row_gradients"}
+KEEPING = {"stateful_row_gradients", "storing_row_gradients"}
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 ON_CUDA = {"block_mm", "cast_planes", "decoded_mm", "delayed_planes", "traced_planes"}
 """They have no kernel for the CPU; tests/gpu runs them."""
@@ -49,7 +49,7 @@ ON_CUDA = {"block_mm", "cast_planes", "decoded_mm", "delayed_planes", "traced_pl
 
 def test_every_op_is_checked_here_or_on_cuda() -> None:
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("duotone::")]
-    checked = PLAIN.keys() | OF_MODULES | OF_STAGES | OF_ROWS | OF_ATTENTION | IN_BACKWARDS | ON_CUDA
+    checked = PLAIN.keys() | OF_MODULES | OF_ROWS | KEEPING | OF_ATTENTION | IN_BACKWARDS | ON_CUDA
     assert {name.removeprefix("duotone::") for name in names} == checked
 
 
@@ -88,26 +88,27 @@ def test_the_ops_of_a_row_are_what_their_schemas_say(recipe: str) -> None:
     arguments = (x, [m.weight.detach(), m.bias.detach(), None], [4, 4, 4], *where, [False] * 4, [4, 32], [32, 1])
     opcheck(run, arguments, test_utils=checks)
     y, *kept = run(*arguments)
-    of_forward = (y, kept, [None] * 4, [4, 32], [32, 1], [2, 32, 32, 1, 32, 0], [False, True, True, False], [4, 4, 4])
+    of_forward = (y, kept, None, [None] * 4, [4, 32], [32, 1], [2, 32, 32, 1, 32, 0], [0, 1, 1, 0], [4, 4, 4])
     opcheck(gradients, (*of_forward, *where), test_utils=checks)
     operands = [m.weight, m.bias, None]
-    whole = (x, operands, where[0], row.name, [False] * 4, False, False, [""] * 3)
+    whole = (x, operands, where[0], row.name, [False] * 4, False, False, [""] * 3, [1] * 4, False)
     opcheck(torch.ops.duotone.differentiable_row.default, whole, test_utils=checks[:1] + checks[2:])
 
 
-@pytest.mark.parametrize("name", sorted(OF_STAGES))
-def test_an_op_that_runs_a_stage_is_what_its_schema_says(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(KEEPING))
+def test_the_ops_of_a_row_that_keeps_tensors_are_what_their_schemas_say(name: str) -> None:
     m = duotone.Linear(32, 32, recipe=recipes.load("mxfp8"))
     x = torch.randn(4, 32)
-    call = (x, [m.weight.detach()], [m.bias.detach()], None, None, [], m.plans.handle, plan_of(m, x), None)
-    arguments = (*call, [False, False], [4, 32])
-    if name == "stage_forward":  # two calls never give the same token
-        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        opcheck(torch.ops.duotone.stage_forward.default, arguments, test_utils=checks)
-        return
-    _, token = torch.ops.duotone.stage_forward(*arguments)
-    number = token.number  # torch checks ops with plain tensors
-    opcheck(getattr(torch.ops.duotone, name).default, (x, number, [], [4, 32], False, [True], [True], True))
+    part = f"{template_of(plan_of(m, x)).stage.name}/None"
+    operands, where = [m.weight.detach(), m.bias.detach(), None], ([m.plans.handle], part)
+    arguments = (x, operands, [4, 4, 4], *where, [False] * 4, [4, 32], [32, 1])
+    # Two calls never give the same token.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    opcheck(torch.ops.duotone.stateful_row.default, arguments, test_utils=checks)
+    y, token = torch.ops.duotone.stateful_row(*arguments)
+    of_forward = (y, [], token.number, [None] * 4, [4, 32], [32, 1], [2, 32, 32, 1, 32, 0])  # opcheck takes plain ones
+    sinks = [0, 2 if name == "storing_row_gradients" else 1, 1, 0]
+    opcheck(getattr(torch.ops.duotone, name).default, (*of_forward, sinks, [4, 4, 4], *where))
 
 
 @pytest.mark.parametrize("name", sorted(OF_MODULES))

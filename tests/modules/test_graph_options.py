@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import duotone
 from duotone import recipes
 from duotone.modules.moe import Router
-from duotone.planned.saved_forwards import FORWARDS, View
+from duotone.pipeline.rows import View
+from duotone.pipeline.saved_forwards import FORWARDS
 from later import Later
 
 dynamo_testing = Later("torch._dynamo.testing")
@@ -321,7 +322,7 @@ def test_what_shares_the_memory_of_a_weight_comes_back_in_its_dtype() -> None:
     saved = codes.view(torch.float8_e4m3fn)[2:].t()
     view = View.of(saved, [torch.zeros(3), codes])
     assert view is not None
-    restored = view.restore([torch.zeros(3), codes], copies=False)
+    restored = view.restore([torch.zeros(3), codes])
     assert restored.dtype is saved.dtype and torch.equal(restored.view(torch.uint8), saved.view(torch.uint8))
 
 

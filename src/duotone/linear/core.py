@@ -41,7 +41,7 @@ class LinearStage(Stage):
     plan: LinearPlan
     sink: Sink
     name: str = ""
-    """The name of the stage in graphs."""
+    """The name of the stage in graphs: that of its template, and a digest of what decides its results."""
     handle: Tensor | None = None
     """In a trace: the number of the module whose delayed slots the stage uses."""
     row_part: RowPart | None = None
@@ -59,6 +59,10 @@ class LinearStage(Stage):
     @property
     def is_bindable(self) -> bool:  # type: ignore[override]
         return type(self) is LinearStage and self.sink is GRADIENT and self.plan.is_bindable
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override]
+        return self.sink.waits
 
     @property
     def slots(self) -> tuple[Slot, ...]:  # type: ignore[override]
@@ -83,7 +87,11 @@ class LinearStage(Stage):
 
     def of_module(self, handle: Tensor) -> "LinearStage":
         """In a trace: the stage with the delayed slots of the module that `handle` names."""
-        return LinearStage(self.plan, self.sink, self.name, handle, self.row_part)
+        return self.in_rows(handle, self.row_part)
+
+    def in_rows(self, handle: Tensor | None, part: RowPart | None) -> "LinearStage":
+        """In a trace: the stage that rows hold like this."""
+        return LinearStage(self.plan, self.sink, self.name, handle, part)
 
     def in_graph(self) -> "LinearStage":
         handle = self.handle
@@ -96,7 +104,7 @@ class LinearStage(Stage):
     def recording_weight(self) -> "LinearStage":
         """In a trace: the stage that records the amaxes of a weight that FSDP2 gathered under delayed scales."""
         assert self.row_part is not None
-        return LinearStage(self.plan, self.sink, self.name, self.handle, self.row_part._replace(records=True))
+        return self.in_rows(self.handle, self.row_part._replace(records=True))
 
     def named(self, operands: Sequence[Item]) -> Operands[Item]:
         """Row counts, seed, weights and biases, or the same of anything that exists once for each operand."""

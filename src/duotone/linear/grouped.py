@@ -15,10 +15,10 @@ from duotone.linear.core import Item, LinearStage, Operands, as_matrix, with_lea
 from duotone.linear.layout import WHOLE
 from duotone.linear.plan import LinearPlan
 from duotone.linear.plane_source import ENCODE_NOW
-from duotone.linear.row_counts import host_splits
+from duotone.linear.row_counts import Rows, device_splits, host_splits
 from duotone.linear.segment_operands import are_real, encode_segments, encode_weights, join, takes_segments
 from duotone.linear.sink import GRADIENT, ToMainGrad
-from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.pipeline.stage import Gradients, Needs, RowPart, Saved, Stage
 from duotone.tensor.plane import Plane
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ class GroupedStage(Stage):
     why_apart: str = ""
     """Why each linear has a separate product, if they are not `grouped`."""
 
+    handle: Tensor | None = None
+    """In a trace: the number of the module."""
+    row_part: RowPart | None = None
+
     @staticmethod
     def of(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> "GroupedStage":
         """The fastest stage for linears with weights (N, K) under one plan."""
@@ -77,12 +81,25 @@ class GroupedStage(Stage):
         return self.linears[0].plan
 
     def of_module(self, handle: Tensor) -> "GroupedStage":
-        """In a trace, which calls a group as one op: the op knows the module."""
+        """In a trace: see `in_rows`, which every group of a trace takes."""
         return self
+
+    def in_rows(self, handle: Tensor | None, part: RowPart | None) -> "GroupedStage":
+        """In a trace: the stage that rows hold like this."""
+        options = self.is_joint, self.takes_device_splits, self.grouped, self.why_apart
+        return GroupedStage(self.linears, *options, handle, part)
+
+    @property
+    def row_owner(self) -> Tensor | None:
+        return self.handle
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override]
+        return any(linear.sink.waits for linear in self.linears)
 
     @property
     def name(self) -> str:
-        """The name of the module in roles."""
+        """The name of the stage in graphs."""
         return self.linears[0].name
 
     @property
@@ -105,6 +122,8 @@ class GroupedStage(Stage):
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Tensor, Saved]:
         splits, seed, weights, biases = self.named(operands)
+        if isinstance(splits, Tensor):
+            splits = self.counted(splits, x.shape[:-1].numel(), x.device.type)
         is_joint = self.is_joint or (self.takes_device_splits and isinstance(splits, Tensor))
         if is_joint and are_real(x, weights):
             return self._forward_joint(x, splits, weights, biases)
@@ -112,6 +131,20 @@ class GroupedStage(Stage):
             count = len(self.linears)
             splits = host_splits(splits, count, None) if x.numel() else (0,) * count
         return self._forward_each(x, splits, seed, weights, biases)
+
+    def counted(self, splits: Rows | Tensor | Sequence[int], rows: int | None, device: str) -> Tensor | RowCounts:
+        """The rows of each linear, on the device if no host needs them. UserError unless they sum to `rows`."""
+        stays, count = self.leaves_splits(device), len(self.linears)
+        if isinstance(splits, Rows):
+            fits = splits.experts == count and splits.total == rows
+            splits = splits.counts if stays and fits and (self.grouped or not splits.waits) else splits.splits
+        if isinstance(splits, Tensor) and splits.is_cuda and stays:
+            return device_splits(splits, count)
+        return host_splits(splits, count, rows)
+
+    def leaves_splits(self, device: str) -> bool:
+        """Whether row counts on the device stay there, so that the host does not wait."""
+        return device == "cuda" and self.takes_device_splits
 
     def backward(self, dy: Tensor, saved: Saved, needs: Needs, *extra: Tensor) -> Gradients:
         *planes, ((splits, segments),) = saved

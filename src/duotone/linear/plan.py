@@ -227,7 +227,7 @@ class LinearPlan:
             return None
         sources = self.input.may_share, self.weight.may_share, False, self.seeds > 0
         recomputes = self.input.backward is REENCODE_IN_GRAPH
-        return RowPart(f"{name}@{self.digest}", sources, is_quantized, self.input_grad, recomputes)
+        return RowPart(name, sources, is_quantized, self.input_grad, recomputes)
 
     @property
     def digest(self) -> str:

@@ -313,6 +313,8 @@ def second_order(stages: Stages, name: str) -> Exact | Refused:
     """How backwards under `create_graph` go through the stages of the module `name`."""
     basics = tuple(basic for stage in stages for basic in stage.basics)
     refusal = next((basic.refusal for basic in basics if basic.refusal), "")
+    if any(stage.row_part is not None and stage.row_part.keeps for stage in stages):
+        refusal = refusal or "compiled, it is one op"
     return Refused(f"{name or 'a module'}: {refusal}") if refusal else Exact(basics)
 
 

@@ -15,9 +15,11 @@ from duotone.dispatch.graph_patterns import PLAIN
 from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, as_of_now, define_op
 from duotone.pipeline.autograd import Backward, Outputs, apply_traced
-from duotone.pipeline.rows import MOST, SEPARATOR, flat, remember, row_of, shapes_of
-from duotone.pipeline.stage import Stages
+from duotone.pipeline.rows import MOST, SEPARATOR, flat, keeps, remember, row_of, shapes_of
+from duotone.pipeline.saved_forwards import ForBackward, Token, forward_of
+from duotone.pipeline.stage import AUTOGRAD, ELSEWHERE_WITH_ZEROS, Stages
 from duotone.state.rolling import roll_after
+from duotone.state.torch_private import mark_effect
 from duotone.tensor import QuantizedTensor
 
 
@@ -47,6 +49,9 @@ def _run(
     row, structures = row_of(names, handles)
     whole, codes = _whole(operands, held, rows_below)
     outputs, structure = row.forward([x, *whole], (codes, sources), (codes, *sources))
+    if row.keeps:
+        y, *kept = outputs
+        return [y.contiguous(), Token.of(ForBackward(row, structure, kept, x.device))]
     remember(structures, (names, *map(tuple, layout), codes), structure)
     return outputs
 
@@ -62,30 +67,42 @@ def _shapes(
 ) -> list[Tensor]:
     """The results of `_run`, without values: from the stages that the names stand for, which know no module."""
     whole, codes = _whole(operands, held, torch.cat)
-    return shapes_of(names, [x, *whole], codes, sources)
+    outputs = shapes_of(names, [x, *whole], codes, sources)
+    if keeps(names):
+        return [outputs[0].contiguous(), torch.empty(1, dtype=torch.int64, device="cpu")]
+    return outputs
 
 
 def _gradients(  # noqa: PLR0913 (the arguments of the op)
     dy: Tensor,
     kept: list[Tensor],
+    token: Tensor | None,
     sources: list[Any],
     size: list[int],
     stride: list[int],
     shapes: list[int],
-    needs: list[bool],
+    sinks: list[int],
     held: list[int],
     handles: list[Tensor],
     names: str,
 ) -> list[Tensor]:
-    row, structures = row_of(names, handles)
-    structure = structures.get((names, tuple(size), tuple(stride), tuple(held)))
-    if structure is None:
-        raise UserError(f"more than {MOST} sizes of inputs came between a compiled forward and its backward")
+    """The gradients for autograd. `sinks`: where those of x and the operands go, 0 for one that nothing needs."""
+    if token is None:
+        row, structures = row_of(names, handles)
+        structure = structures.get((names, tuple(size), tuple(stride), tuple(held)))
+        if structure is None:
+            raise UserError(f"more than {MOST} sizes of inputs came between a compiled forward and its backward")
+    else:
+        forward = forward_of(token)
+        row, structure, kept = forward.row, forward.structure, forward.restored()
     if row.rolls:
         roll_after(dy)
+    if row.waits:  # the product outlives the memory of the graph
+        dy, sources = dy.clone(), [None if each is None else each.clone() for each in sources]
     given, shells = [dy, *structure.saved([*sources, *kept])], structure.shells_over(sources)
-    results = row.backward(given, (shells, tuple(needs)), tuple(needs))
-    gradients = [each.to(dy.dtype).contiguous() for each, need in zip(results, needs, strict=True) if need]
+    needs, dtype = tuple(map(bool, sinks)), dy.dtype
+    results = row.backward(given, (shells, needs), needs)
+    gradients = [each.to(dtype).contiguous() for each, sink in zip(results, sinks, strict=True) if sink == AUTOGRAD]
     # Results of an op share no memory; those of one kernel may lie in one buffer.
     return [each if each.untyped_storage().nbytes() == each.nbytes else each.clone() for each in gradients]
 
@@ -93,28 +110,37 @@ def _gradients(  # noqa: PLR0913 (the arguments of the op)
 def _gradient_shapes(
     dy: Tensor,
     kept: object,
+    token: object,
     sources: object,
     size: list[int],
     stride: object,
     shapes: list[int],
-    needs: list[bool],
+    sinks: list[int],
     *_: object,
 ) -> list[Tensor]:
-    """The results of `_gradients`, without values. `shapes`: of each operand, the number of its sizes, then these."""
+    """The results of `_gradients`, without values."""
+    sizes = _sizes(size, shapes)
+    return [dy.new_empty(each) for each, sink in zip(sizes, sinks, strict=True) if sink == AUTOGRAD]
+
+
+def _sizes(size: Sequence[int], shapes: Sequence[int]) -> list[Sequence[int]]:
+    """The sizes of x and of each operand. `shapes`: of each operand, the number of its sizes, then these."""
     sizes, at = [size], 0
     while at < len(shapes):
         sizes.append(shapes[at + 1 : at + 1 + shapes[at]])
         at += 1 + shapes[at]
-    return [dy.new_empty(each) for each, need in zip(sizes, needs, strict=True) if need]
+    return sizes
 
 
 _NAMED = "int[] held, Tensor[] handles, str names"
-_OF_FORWARD = "Tensor[] kept, Tensor?[] sources, SymInt[] size, SymInt[] stride, SymInt[] shapes"
+_OF_FORWARD = "Tensor[] kept, Tensor? token, Tensor?[] sources, SymInt[] size, SymInt[] stride, SymInt[] shapes"
 _RUN = f"(Tensor x, Tensor?[] operands, {_NAMED}, bool[] sources, SymInt[] size, SymInt[] stride) -> Tensor[]"
-_DIFFERENTIATE = f"(Tensor dy, {_OF_FORWARD}, bool[] needs, {_NAMED}) -> Tensor[]"
+_DIFFERENTIATE = f"(Tensor dy, {_OF_FORWARD}, int[] sinks, {_NAMED}) -> Tensor[]"
 for _name, _tags in (("row", ()), ("stateful_row", STATEFUL)):
     define_op(f"{_name}{_RUN}", _run, _shapes, tags=_tags)
     define_op(f"{_name}_gradients{_DIFFERENTIATE}", _gradients, _gradient_shapes, tags=_tags)
+define_op(f"storing_row_gradients{_DIFFERENTIATE}", _gradients, _gradient_shapes, tags=STATEFUL)
+mark_effect("duotone::storing_row_gradients")  # a graph may need none of its outputs
 
 
 class RowContext(FunctionCtx):
@@ -155,12 +181,21 @@ class RowFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: RowContext, dy: Tensor) -> tuple[Tensor | None, ...]:
-        row, (*layout, held), needs, tensors = ctx.row, ctx.layout, ctx.needs_input_grad[1:], ctx.saved_tensors
+        row, (size, stride, shapes, held), needs = ctx.row, ctx.layout, ctx.needs_input_grad[1:]
         run = torch.ops.duotone.stateful_row_gradients if row.handles else torch.ops.duotone.row_gradients
-        kept, sources, wanted = [*tensors[: ctx.count]], [*tensors[ctx.count :]], [row.input_grad, *needs[1:]]
-        results = iter(run(dy, kept, sources, *layout, wanted, held, row.handles, row.names))
-        dx, *gradients = [next(results) if want else None for want in wanted]
-        return None, dx if needs[0] else None, *gradients
+        if max(row.sinks) > AUTOGRAD:
+            run = torch.ops.duotone.storing_row_gradients
+        kept, sources = [*ctx.saved_tensors[: ctx.count]], [*ctx.saved_tensors[ctx.count :]]
+        token = kept.pop() if row.keeps else None
+        sinks = [sink if need else 0 for sink, need in zip(row.sinks, (row.input_grad, *needs[1:]), strict=True)]
+        results = iter(run(dy, kept, token, sources, size, stride, shapes, sinks, held, row.handles, row.names))
+        gradients: list[Tensor | None] = []
+        for sink, of_one in zip(sinks, _sizes(size, shapes), strict=True):
+            if sink == AUTOGRAD:
+                gradients.append(next(results))
+            else:
+                gradients.append(dy.new_zeros(()).expand(of_one) if sink == ELSEWHERE_WITH_ZEROS else None)
+        return None, gradients[0] if needs[0] else None, *gradients[1:]
 
 
 class TracedRow(NamedTuple):
@@ -168,7 +203,8 @@ class TracedRow(NamedTuple):
 
     `sources` says of x and each operand whether backward reads it as it is. `input_grad`: whether x gets a gradient.
     `recomputes`: a partitioner may compute x again instead of keeping it. `records`: of each operand whose amaxes are
-    recorded, the index of the handle and the name of the stage that does; else "".
+    recorded, the index of the handle and the name of the stage that does; else "". `sinks`: where the gradients of x
+    and the operands go. `keeps`: what is kept for backward stays outside of the graph.
     """
 
     handles: list[Tensor]
@@ -177,15 +213,19 @@ class TracedRow(NamedTuple):
     input_grad: bool
     recomputes: bool
     records: list[str]
+    sinks: list[int]
+    keeps: bool
 
 
 def _run_row(x: Tensor, operands: Sequence[Tensor | None], *row: Any) -> Tensor:
     return RowFunction.apply(TracedRow(*row), x, *operands)  # type: ignore[no-any-return]
 
 
-_ROW = "Tensor[] handles, str names, bool[] sources, bool input_grad, bool recomputes, str[] records"
+_FLAGS = "str names, bool[] sources, bool input_grad, bool recomputes, str[] records, int[] sinks, bool keeps"
 # Dynamo takes it as one node, and does not trace the function. AOTAutograd does, and finds the ops of the row.
-define_op(f"differentiable_row(Tensor x, Tensor?[] operands, {_ROW}) -> Tensor", _run_row)
+define_op(
+    f"differentiable_row(Tensor x, Tensor?[] operands, Tensor[] handles, {_FLAGS}) -> Tensor", _run_row
+)
 
 
 def apply_in_graph(stages: Stages, _: object, x: Tensor, *operands: Any) -> Outputs:
@@ -214,8 +254,9 @@ def _apply_run(run: Stages, x: Tensor, operands: Sequence[Any]) -> Sequence[Any]
         return y if isinstance(y, tuple) else (y,)
     handles: list[Tensor] = []
     records: list[str] = []
-    sources = [parts[0].sources[0]]
+    sources, sinks = [parts[0].sources[0]], [AUTOGRAD]
     for stage, part in zip(run, parts, strict=True):
+        sinks += part.sinks[1:] or [AUTOGRAD] * (len(part.sources) - 1)
         if len(part.sources) > 1:
             of_first = f"{len(handles)} {part.name.split('@')[0]}" if part.records else ""
             records += [of_first, *[""] * (len(part.sources) - 2)]
@@ -223,5 +264,6 @@ def _apply_run(run: Stages, x: Tensor, operands: Sequence[Any]) -> Sequence[Any]
         if (owner := stage.row_owner) is not None:
             handles.append(owner)
     names = SEPARATOR.join([part.name for part in parts])
-    row = handles, names, sources, parts[0].input_grad, parts[0].recomputes, records
+    is_kept = any([part.keeps for part in parts])
+    row = handles, names, sources, parts[0].input_grad, parts[0].recomputes, records, sinks, is_kept
     return (torch.ops.duotone.differentiable_row(x, [*operands], *row),)

@@ -129,9 +129,6 @@ def require_fit(owner: object, info: TensorInfo, weight: Tensor, bias: Tensor | 
         )
 
 
-KEEPS = "is_first_microbatch, fuse_wgrad_accumulation and delay_wgrad_compute keep tensors between calls"
-
-
 class Op(Channels, KnownRoles):
     """Mixed in before an nn.Module. All ops link in order before anything runs. `link` refuses bad inputs."""
 

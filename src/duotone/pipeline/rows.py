@@ -54,15 +54,14 @@ class View(NamedTuple):
                 return View(i, source.stride(), tensor.dtype, tensor.size(), tensor.stride(), offset)  # type: ignore
         return None
 
-    def restore(self, sources: Sequence[Any], copies: bool = False) -> Tensor:
-        """The tensor, over the memory of its source or, `copies`, over new memory."""
+    def restore(self, sources: Sequence[Any]) -> Tensor:
+        """The tensor, over the memory of its source."""
         source = sources[self.source]
         if source.stride() != self.source_stride:
             strides = source.size(), self.source_stride
             source = torch.empty_strided(*strides, dtype=source.dtype, device=source.device).copy_(source)
         source = source.view(self.dtype)
-        tensor = source.as_strided(self.size, self.stride, source.storage_offset() + self.offset)
-        return tensor.clone() if copies else tensor
+        return source.as_strided(self.size, self.stride, source.storage_offset() + self.offset)  # type: ignore[no-any-return]
 
 
 class Seed(NamedTuple):
@@ -97,6 +96,8 @@ class Part:
     """The stage of the module that a handle names, and where its rows are remembered."""
     weight: Callable[[int, Sequence[Tensor]], Tensor] | None = None
     """The quantized weight over its parts. The number is the `how` of `flat`."""
+    keeps: bool = False
+    """Whether what its forward keeps stays outside of the graph."""
     is_home: bool = False
     """Whether rows and structures are remembered here: at the first linear, since all models share norms."""
     rows: Rows = field(default_factory=dict)
@@ -149,6 +150,8 @@ class Row:
 
     def __init__(self, stages: Stages, parts: Sequence[Part]) -> None:
         self.weights = [part.weight for part, stage in zip(parts, stages, strict=True) for _ in range(sum(stage.arity))]
+        self.keeps = any(part.keeps for part in parts)
+        self.waits = any(stage.waits for stage in stages)
         self.forward_of, self.backward_of = rewrite(stages)
         self.rolls = any(stage.rolls_forward_alone for stage in stages)
         both = (*self.forward_of, *self.backward_of)
@@ -189,7 +192,8 @@ class Row:
             else:
                 places.append(len(candidates))
                 outputs.append(tensor.clone() if View.of(tensor, [*inputs, y]) is not None else tensor)
-        shells = [[_replaced(x, Tensor, partial(_seed, inputs)) for x in entry] for entry in shells]
+        change = torch.clone if self.keeps else partial(_seed, inputs)
+        shells = [[_replaced(x, Tensor, change) for x in entry] for entry in shells]
         return outputs, Structure(shells, places)
 
     def _backward(
@@ -248,6 +252,11 @@ def shapes_of(names: str, tensors: list[Any], codes: tuple[int, ...], sources: S
     if fixed:
         remember(known, key, [(each.shape, each.stride(), each.dtype) for each in outputs])
     return outputs
+
+
+def keeps(names: str) -> bool:
+    """Whether what a row keeps for its backward stays outside of the graph."""
+    return any(part.keeps for part in _parts(names))
 
 
 def _row(names: str, stages: Stages, parts: Sequence[Part], rows: Rows) -> Row:

@@ -33,12 +33,17 @@ Shells = list[list[Any]]
 TENSOR, DEFERRED = "tensor", "deferred"
 
 
+AUTOGRAD, ELSEWHERE, ELSEWHERE_WITH_ZEROS = 1, 2, 3
+"""Where a gradient goes. Autograd gets zeros for the last kind, so that its hooks fire."""
+
+
 class RowPart(NamedTuple):
     """What a trace knows of a stage that may be part of a row.
 
     `sources`: of its input and each operand, whether backward reads it as it is. `is_quantized`: a row needs one such
     part. `input_grad`: whether backward gives its input a gradient. `recomputes`: backward encodes its input again.
-    `records`: the amaxes of its weight, which FSDP2 gathered, are recorded as its scale is read.
+    `records`: the amaxes of its weight, which FSDP2 gathered, are recorded as its scale is read. `sinks`: where the
+    gradient of the input and of each operand goes, if one goes elsewhere than to autograd.
     """
 
     name: str
@@ -47,6 +52,9 @@ class RowPart(NamedTuple):
     input_grad: bool
     recomputes: bool = False
     records: bool = False
+    sinks: tuple[int, ...] = ()
+    keeps: bool = False
+    """Whether what it keeps for backward stays outside of the graph."""
 
 
 class Stage:
@@ -74,6 +82,9 @@ class Stage:
     """The delayed slots that each forward opens, if the stage is bindable."""
     gradient_slots: tuple[Slot, ...] = ()
     """Those that each backward opens."""
+
+    waits = False
+    """Whether backward leaves a product to a later call."""
 
     def opened(self, slots: Mapping[Slot, Slot]) -> "Stage":
         """The stage of one call, which has opened slots."""

@@ -15,7 +15,7 @@ from duotone.pipeline.autograd import is_transformed
 from duotone.pipeline.op import Op, info_of, is_distributed, run
 from duotone.pipeline.titles import title
 from duotone.planned.output_buffers import check_place, placed_gradient, placed_output
-from duotone.planned.planned_group import PlannedGroup, Splits, leaves_splits
+from duotone.planned.planned_group import PlannedGroup, Splits
 from duotone.planned.split_parameters import tensors_of
 from duotone.planned.weights import initialise, keep_initialiser, quantize_weights
 from duotone.recipes.recipe import RecipeLike
@@ -131,7 +131,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
             check_place("dgrad_out", dgrad_out, x, x.dtype, tuple(x.shape))
         total, counted = x.shape[:-1].numel(), None
         splits = m_splits.splits if isinstance(m_splits, Rows) else m_splits
-        if isinstance(splits, Tensor) and splits.is_cuda and leaves_splits(stage, signal):
+        if isinstance(splits, Tensor) and splits.is_cuda and stage.leaves_splits(signal.device):
             counted = device_splits(splits, self.num_gemms).sum()
         else:
             splits = host_splits(splits, self.num_gemms, total if out is None else None)

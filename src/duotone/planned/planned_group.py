@@ -9,7 +9,7 @@ from duotone.errors import UserError
 from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage
 from duotone.linear.plan import GemmPlan, LinearPlan
-from duotone.linear.row_counts import Rows, device_splits, host_splits
+from duotone.linear.row_counts import Rows
 from duotone.linear.sink import GRADIENT
 from duotone.pipeline.op import TensorInfo, require_fit
 from duotone.pipeline.stage import Stage
@@ -124,15 +124,9 @@ class PlannedGroup(Planned):
         if torch.compiler._is_exporting_flag and not isinstance(splits, list | tuple):
             refuse_export(f"{title(self)}: {EXPORTED}")
         if torch.compiler.is_dynamo_compiling():  # the op checks them
-            splits = splits.count() if isinstance(splits, Rows) else splits
-            return (splits.detach() if isinstance(splits, Tensor) else splits,)  # Dynamo takes no tensor twice
-        stays = leaves_splits(stage, signal)
-        if isinstance(splits, Rows):
-            fits = splits.experts == self.num_gemms and splits.total == signal.rows
-            splits = splits.counts if stays and fits and (stage.grouped or not splits.waits) else splits.splits
-        if isinstance(splits, Tensor) and splits.is_cuda and stays:
-            return (device_splits(splits, self.num_gemms),)
-        return (host_splits(splits, self.num_gemms, signal.rows),)
+            counts = splits.count() if isinstance(splits, Rows) else splits
+            return (counts if isinstance(counts, Tensor) else torch.tensor(counts, dtype=torch.int64, device="cpu"),)
+        return (stage.counted(splits, signal.rows, signal.device),)
 
     def operands(
         self,
@@ -179,11 +173,6 @@ class PlannedGroup(Planned):
         """The slots of each expert, `<slot>.<expert>`."""
         slots = super().roles_of(mode).items()
         return {f"{slot}.{i}": role for i in range(self.num_gemms) for slot, role in slots}
-
-
-def leaves_splits(stage: GroupedStage, signal: TensorInfo) -> bool:
-    """Whether row counts on the device stay there, so that the host does not wait."""
-    return signal.device == "cuda" and stage.takes_device_splits
 
 
 def _formats(weight: Tensor) -> str:

@@ -20,17 +20,17 @@ from duotone.linear.plan_builder import build_plan
 from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD, USE_IN_GRAPH
 from duotone.linear.sink import GRADIENT, main_grad
 from duotone.numbered import ByName
-from duotone.pipeline.op import KEEPS, TensorInfo
+from duotone.pipeline.op import TensorInfo
 from duotone.pipeline.rows import Rows
+from duotone.pipeline.saved_forwards import KEEPS
 from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.pipeline.titles import title
 from duotone.planned import delayed_states, trace_errors, traced_stages
 from duotone.planned.answers import content, shared
-from duotone.planned.opaque_stage import OpaqueStage
 from duotone.planned.parametrizations import reads_without_effect, weights_of
 from duotone.planned.same_recipes import WRAPPED
 from duotone.planned.sent_weights import require_planes
-from duotone.planned.traced_stages import Call, TracedSlot, add_part
+from duotone.planned.traced_stages import Call, TracedSlot, add_parts
 from duotone.planned.weight_options import WeightOptions
 from duotone.planned.weights import demand, follow, is_sent, lacks_rowwise, records_amaxes
 from duotone.recipes.recipe import Recipe, drop_dead
@@ -261,8 +261,11 @@ class Planner:
         module.require_whole()
         members = range(module.num_gemms)
         plans = [plan.with_slots(partial(TracedSlot, name, member)) if plan.is_delayed else plan for member in members]
-        row = add_part(name, plan, module)
-        return module.make_stage([LinearStage(each, GRADIENT, name, None, row) for each in plans])
+        part = f"{name}@{plan.digest}"
+        row = plan.row_part(part)
+        stage = module.make_stage([LinearStage(each, GRADIENT, part, None, row) for each in plans])
+        add_parts(part, name, stage, module)
+        return stage
 
     def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
         """The delayed slot of this module for a slot of a template."""
@@ -359,7 +362,7 @@ class Planner:
         weight = weights_of(self.module)[0]
         self._with_states(self.plan(recipe, Call(str(weight.device), weight.dtype, (False, False))), "", AmaxMode.USE)
 
-    def variant(self, stage: PlannedStage, first: bool | Tensor | None) -> PlannedStage | OpaqueStage:
+    def variant(self, stage: PlannedStage, first: bool | Tensor | None) -> PlannedStage:
         """The stage with the module's caches and sinks. MissingPlaneError if a `main_grad` is missing."""
         module = self.module
         if torch.compiler._is_exporting_flag:  # torch 2.11 takes every trace for an export by the public name
@@ -379,9 +382,7 @@ class Planner:
         if compiling and stage.plan.input.source is USE_IN_GRAPH:
             raise UserError(f"{title(module)}: {KEEPS}, and compiled take no quantized input: dequantize it")
         if compiling and not isinstance(first, Tensor):
-            fuses, waits = module.fuse_wgrad_accumulation, module.delay_wgrad_compute
-            marked = [fuses and not waits and hasattr(w, "grad_added_to_main_grad") for w in module.weights]
-            return OpaqueStage(stage, self.handle, first, tuple(marked), not (fuses or waits))
+            return stage.in_rows(self.handle, self.options.row_part(stage, first))
         # A recompute is no new microbatch.
         return self._variant(stage, first, first is True and mode_now() in (AmaxMode.RECORD, AmaxMode.DEFER))
 

@@ -20,12 +20,11 @@ from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, define_op
 from duotone.linear.core import LinearStage
 from duotone.linear.layout import Layout
-from duotone.linear.plan import LinearPlan
 from duotone.linear.sink import GRADIENT
 from duotone.numbered import ByName, Numbered, attribute_name, constant_in_traces, with_guards, without_guards
 from duotone.pipeline.op import is_distributed
 from duotone.pipeline.rows import PARTS, Part, Rows, held_weight
-from duotone.pipeline.stage import RowPart
+from duotone.pipeline.stage import Saved, Stage
 from duotone.planned.answers import Answers, shared, warn_of_identities
 from duotone.planned.parametrizations import reads_without_effect
 from duotone.planned.trace_errors import leave_to_eager
@@ -187,22 +186,45 @@ class ShapeSlot(Slot):
     scale_now = scale_for
 
 
-def add_part(name: str, plan: LinearPlan, module: "Planned") -> RowPart | None:
-    """Let rows hold the linear of a plan under a name. None if they do not."""
-    row = plan.row_part(name)
-    if row is not None:
-        shapes = plan.with_slots(lambda *_: ShapeSlot()) if plan.is_delayed else plan
-        with reads_without_effect(module):
-            held = module.weight_held and held_weight(module.weight_held, module.weights[0])
-        of_one = None if plan.is_shared else partial(of_module, name)
-        PARTS[row.name] = Part(LinearStage(shapes, GRADIENT), of_one, held, is_home=True)
-    return row
+@dataclass(frozen=True, eq=False)
+class ShapesOfGroup(Stage):
+    """A group that only tells the shape of its output. `arity` is that of the group."""
+
+    arity: tuple[int, ...]  # type: ignore[misc]
+
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Tensor, Saved]:
+        return x.new_empty((*x.shape[:-1], operands[2].shape[0])), ()
 
 
-def of_module(name: str, handle: Tensor) -> "tuple[PlannedStage, Rows]":
+KEEPING = {"/None": None, "/True": True, "/False": False}
+"""Ends of the names of parts that keep tensors between calls, with their `is_first_microbatch`."""
+
+
+def add_parts(name: str, template: str, stage: "PlannedStage", module: "Planned") -> None:
+    """Let rows hold a stage under a name, if they can, and its variants that keep tensors between calls."""
+    plan = stage.plan
+    with reads_without_effect(module):
+        held = module.weight_held and held_weight(module.weight_held, module.weights[0])
+    shapes: Stage = ShapesOfGroup(stage.arity)
+    if isinstance(stage, LinearStage):
+        shapes = LinearStage(plan.with_slots(lambda *_: ShapeSlot()) if plan.is_delayed else plan, GRADIENT)
+        of_one = None if plan.is_shared else partial(of_module, template)
+        PARTS[name] = Part(shapes, of_one, held, is_home=True)
+    for end, first in KEEPING.items():
+        of_one = partial(keeping_of_module, template, first)
+        PARTS[name + end] = Part(shapes, of_one, held, keeps=True, is_home=True)
+
+
+def of_module(template: str, handle: Tensor) -> "tuple[PlannedStage, Rows]":
     """The stage of the module that a handle names, and where its rows are remembered."""
     planner = planner_of(handle)
-    return planner.follow(name)[1], planner.rows
+    return planner.follow(template)[1], planner.rows
+
+
+def keeping_of_module(template: str, first: bool | None, handle: Tensor) -> "tuple[PlannedStage, Rows]":
+    """`of_module` with the caches and sinks of the module. `first`: see `Planner.variant`."""
+    planner = planner_of(handle)
+    return planner.eager_stage(template, first), planner.rows
 
 
 def _slot(handle: Tensor, *place: Any) -> Slot:
@@ -262,7 +284,8 @@ def _forget(config: str, keys: Iterable[tuple[str, ...]]) -> None:
         name = names.pop(key)
         stage = template_of(name).stage
         delattr(PLANS, name)
-        PARTS.pop(getattr(stage.linears[0].row_part, "name", ""), None)
+        for end in ("", *KEEPING):
+            PARTS.pop(stage.linears[0].name + end, None)
     if not names:
         _NAMES.pop(config, None)
 

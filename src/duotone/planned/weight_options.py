@@ -12,8 +12,10 @@ from torch import Tensor
 
 from duotone.errors import MissingPlaneError
 from duotone.linear.core import LinearStage
+from duotone.linear.grouped import GroupedStage
 from duotone.linear.plane_source import ENCODE_NOW, WeightCache
 from duotone.linear.sink import GRADIENT, Deferred, Product, Sink, ToMainGrad
+from duotone.pipeline.stage import AUTOGRAD, ELSEWHERE, ELSEWHERE_WITH_ZEROS, RowPart
 from duotone.pipeline.titles import title
 
 if TYPE_CHECKING:
@@ -42,6 +44,21 @@ class WeightOptions:
                 source = cache.refreshed if first else cache.reused
             plan = replace(plan, weight=plan.weight.from_cache(source, plan.input_grad))
         return replace(stage, plan=plan, sink=self._sink(member, overwrites))
+
+    def row_part(self, stage: LinearStage | GroupedStage, first: bool | None) -> RowPart:
+        """In a trace: how rows hold a stage that keeps tensors between calls. `first`: see `Planner.variant`."""
+        module, plan, row = self.module(), stage.plan, stage.row_part
+        assert module is not None
+        fuses, waits = module.fuse_wgrad_accumulation, module.delay_wgrad_compute
+        sink = ELSEWHERE if fuses or waits else AUTOGRAD
+        is_marked = [fuses and not waits and hasattr(w, "grad_added_to_main_grad") for w in module.weights]
+        sinks = [ELSEWHERE_WITH_ZEROS if marked else sink for marked in is_marked]
+        of_each = [False] * len(sinks)
+        shares = stage.ordered((False, False, [plan.weight.may_share] * len(sinks), of_each))
+        of_operands = [sink or AUTOGRAD for sink in stage.ordered((None, None, sinks, of_each))]
+        sources = plan.input.may_share, *[share is True for share in shares]
+        records, name = row is not None and row.records, f"{stage.name}/{first}"
+        return RowPart(name, sources, True, plan.input_grad, False, records, (AUTOGRAD, *of_operands), keeps=True)
 
     @torch.no_grad()
     def backward_dw(self, module: "Planned") -> None:

@@ -1,58 +1,49 @@
-"""What the forwards of opaque stages save for backward, outside of the graph: by the number in a token."""
+"""What forwards of rows save for backward outside of the graph: by the number in a token, which the graph saves.
+
+It serves calls that keep tensors until the next call (cached weights, `main_grad`, delayed gradients). It also serves
+groups, whose row counts decide the shapes of what they save.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from duotone.errors import UserError
 from duotone.graph_ops import as_of_now
-from duotone.linear.core import LinearStage
-from duotone.linear.grouped import GroupedStage
 from duotone.numbered import Numbered
-from duotone.pipeline.op import KEEPS
-from duotone.pipeline.rows import View
+from duotone.pipeline.rows import Row, Structure
 from duotone.state.torch_private import define_effects_of
 
 aten = torch.ops.aten
 
 
-class OnCpu(NamedTuple):
-    """A saved tensor that moved to the CPU."""
-
-    tensor: Tensor
-    device: torch.device
-
-    def restore(self, *_: object) -> Tensor:
-        """The tensor on its device."""
-        return self.tensor.to(self.device)
-
-
 @dataclass(eq=False)
 class ForBackward:
-    """What a forward saves for its backward. Not the tensors of the graph: compilers reuse their memory."""
+    """What the forward of a row saves for its backward. Not the tensors of the graph: compilers reuse their memory."""
 
-    stage: LinearStage | GroupedStage
-    shells: list[Any]
-    tensors: list[Tensor | View | OnCpu | None]
+    row: Row
+    structure: Structure
+    tensors: list[Tensor]
+    device: torch.device
 
     def to_cpu(self, *, pinned: bool) -> None:
         """Move the tensors to memory of the CPU."""
         for place, tensor in enumerate(self.tensors):
-            if isinstance(tensor, Tensor) and not tensor.is_cpu:
-                copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
-                self.tensors[place] = OnCpu(copy, tensor.device)
+            if not tensor.is_cpu:
+                self.tensors[place] = torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
 
-    def restore(self, sources: Sequence[Tensor], copies: bool) -> list[Tensor | None]:
-        """The tensors as forward saved them. `copies`: nothing shares the memory of a source."""
-        return [one.restore(sources, copies) if isinstance(one, View | OnCpu) else one for one in self.tensors]
+    def restored(self) -> list[Tensor]:
+        """The tensors, on the device of the forward."""
+        return [tensor.to(self.device) for tensor in self.tensors]
 
 
 FORWARDS: Numbered[ForBackward] = Numbered()
 """By the number in the token of a forward. An entry lives as long as a graph holds the token or a copy of it."""
 
+KEEPS = "is_first_microbatch, fuse_wgrad_accumulation and delay_wgrad_compute keep tensors between calls"
 TAKES_NO_VALUES = (
     f"what a compiled forward saved is not in the graph: where {KEEPS}, and in groups, hooks for saved tensors may "
     "copy tensors, but not store or compute with their values; use torch.autograd.graph.save_on_cpu, or no hooks"
@@ -68,6 +59,11 @@ class Token(Tensor):
 
     number: Tensor
     entry: ForBackward
+
+    @staticmethod
+    def of(entry: ForBackward) -> "Token":
+        """A token with a new number."""
+        return Token(torch.tensor([int(FORWARDS.add(entry))], device="cpu"), entry)
 
     @staticmethod
     def __new__(cls, number: Tensor, entry: ForBackward) -> "Token":
@@ -113,3 +109,11 @@ def plain(args: Sequence[Any]) -> list[Any]:
 
 
 define_effects_of(Token, plain)
+
+
+def forward_of(token: Tensor) -> ForBackward:
+    """What the forward saved whose number a token holds. UserError if a hook dropped it."""
+    entry = FORWARDS.get(str(token.item()))
+    if entry is None:
+        raise UserError(TAKES_NO_VALUES)
+    return entry
