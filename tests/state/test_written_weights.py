@@ -1,12 +1,13 @@
-"""Weights that other code writes under delayed scaling: a scale that fits them, in every way of writing."""
+"""Weights and scales that other code writes under delayed scaling: a scale that fits, in every way of writing."""
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import duotone
 from duotone import Quantizer, formats
@@ -349,3 +350,60 @@ def test_a_write_far_above_the_largest_value_takes_a_new_scale(fmt) -> None:
         t.copy_(torch.full((32, 32), value))
         assert t.rowwise_scale.item() == pytest.approx(inverse, rel=1e-6)
         assert torch.equal(t.dequantize(), torch.full((32, 32), value))
+
+
+def lerp_all(kept: list[Tensor], values: list[Tensor]) -> None:
+    torch._foreach_lerp_([*filter(torch.is_floating_point, kept)], [*filter(torch.is_floating_point, values)], 0.1)
+
+
+def averaged_model(model: nn.Module) -> tuple[nn.Module, Callable[[], None]]:
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    return average.module, lambda: average.update_parameters(model)
+
+
+def averaged_state_dict(model: nn.Module) -> tuple[nn.Module, Callable[[], None]]:
+    average = copy.deepcopy(model)
+    return average, lambda: lerp_all([*average.state_dict().values()], [*model.state_dict().values()])
+
+
+@pytest.mark.parametrize("average_of", [averaged_model, averaged_state_dict])
+@torch.no_grad()
+def test_an_average_that_holds_averaged_scales_does_not_clip(
+    average_of: Callable[[nn.Module], tuple[nn.Module, Callable[[], None]]],
+) -> None:
+    """A mean of scales is that of the oldest, smallest activations, and the average clipped those of today."""
+    torch.manual_seed(0)
+    model = duotone.convert(nn.Sequential(nn.Linear(32, 32, bias=False)), "fp8-delayed", rules=())
+    with torch.enable_grad():
+        model(torch.randn(16, 32)).sum().backward()
+        average, update = average_of(model)
+        for growth in (1, 2, 4, 8, 16, 32, 64):
+            model(growth * torch.randn(16, 32)).sum().backward()
+            update()
+    x = 64 * torch.randn(16, 32)
+    for module in (average, average.eval()):
+        expected = x @ module[0].weight.t()
+        assert (module(x) - expected).norm() < 0.06 * expected.norm()  # E4M3 rounds each element by at most 1/16
+
+
+@torch.no_grad()
+def test_scales_that_were_swapped_out_and_back_are_those_of_training() -> None:
+    torch.manual_seed(0)
+    models = [duotone.convert(nn.Linear(32, 32), "fp8-delayed", rules=())]
+    models.append(copy.deepcopy(models[0]))
+    x = torch.randn(16, 32)
+    for swaps, model in enumerate(models):
+        with torch.enable_grad():
+            model(x).sum().backward()
+        kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        if swaps:
+            for name, buffer in model.named_buffers():
+                buffer.mul_(3 if "scale" in name else 1)
+            model(x)
+            for name, buffer in model.named_buffers():
+                buffer.copy_(kept[name])
+        with torch.enable_grad():
+            model(x).square().sum().backward()
+    for one, other in zip(models[0].buffers(), models[1].buffers(), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(models[0].weight.grad, models[1].weight.grad)

@@ -35,6 +35,8 @@ class Step:
     """Whether the newest forward left the recording to its recompute."""
     is_first = True
     """Whether no step has ended, and no checkpoint was loaded."""
+    version = 0
+    """Of the scales, after the last write of Duotone."""
 
     def __init__(self) -> None:
         self.now = Scales()
@@ -80,6 +82,7 @@ class DelayedState(nn.Module):
         self.roll_table: tuple[tuple[object, ...], RollTable | None] | None = None
         self.started: set[int] = set()
         self.steps_with_new = 0
+        self._note_write()
         self.number = STATES.add(self)
         self.is_fresh_copy = False
         """Whether this is a copy whose original may wait for a roll, and `wait_like_original` has not run."""
@@ -100,7 +103,19 @@ class DelayedState(nn.Module):
                 moved = torch.ones_like(moved) if name == "scale" else torch.zeros_like(moved)
             self._new = None
             self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+        self._note_write()
         return self
+
+    def _note_write(self) -> None:
+        self.step.version = self.scale._version
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether something else wrote the scales, as an average of buffers does. They may fit no model.
+
+        A load of a state_dict does not count.
+        """
+        return self._buffers["scale"]._version != self.step.version  # type: ignore[union-attr]
 
     def adopt(self, parameters: History) -> None:
         """Follow other parameters. The scales and the newest entries of the history stay."""
@@ -152,6 +167,8 @@ class DelayedState(nn.Module):
             misfits, scale[slots] = history.fitting(scale[slots], amaxes, largest, self.history)
             if keep:
                 columns.masked_fill_(misfits, 0.0)
+        if keep:
+            self._note_write()
         return scale
 
     def records(self, mode: AmaxMode) -> bool:
@@ -195,6 +212,7 @@ class DelayedState(nn.Module):
         for slot in slots:
             self.amax_history[:, slot].zero_()
             self.scale[slot] = 1
+        self._note_write()
         self._new = None
 
     @torch.no_grad()
@@ -212,6 +230,7 @@ class DelayedState(nn.Module):
         step = self.step
         step.now.rolled = before, place
         step.before, step.now, step.deferred, step.is_first = step.now, Scales(), False, False
+        self._note_write()
 
     def _load_from_state_dict(
         self,
@@ -230,6 +249,7 @@ class DelayedState(nn.Module):
             state_dict[key] = history.resized(saved, self.amax_history.shape[0])
         self._new, self.step.is_first = None, self.step.is_first and saved is None
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, [], unexpected, errors)
+        self._note_write()
         if self.events.is_meta and not self.scale.is_meta:  # assign=True gave the state its memory
             self.events = torch.zeros_like(self.events, device=self.scale.device)
 

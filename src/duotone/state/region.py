@@ -45,7 +45,7 @@ class AmaxMode(Enum):
     DEFER = "defer"
     """A forward without a graph in an autograd.Function, as reentrant checkpoints run it: the recompute records."""
     FIT = "fit"
-    """As USE, for a weight, which other code may have written unseen: a scale that does not fit it gives way to one
+    """As USE, where other code may have written the weight or the scale: a scale that does not fit gives way to one
     that does."""
     WRITE = "write"
     """A write of values that no step of an optimizer with masters made. As RECORD, but the scale fits the values."""
