@@ -52,7 +52,7 @@ ALLOWED = {
     "dispatch.compiler.cache_folder": MACHINE,
     "dispatch.compiler.probe": MACHINE,
     "dispatch.compiler._refuse_cut_libraries": "the cache of compiled casts is looked at once a process",
-    "dispatch.graph_patterns._register": "inductor learns the patterns once a process",
+    "pipeline.graph_patterns._register": "inductor learns the patterns once a process",
     "dispatch.segment_products._calls_cublas": MACHINE,
     "dispatch.segment_products._grouped_product": LAUNCH,
     "dispatch.segments._TABLES": "row offsets on the device, so that a step with the same splits copies nothing",

@@ -1,5 +1,6 @@
 """torch.library.opcheck: schema, autograd registration, fake tensors and dynamic shapes of every op of the library."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import duotone
 from duotone import recipes
+from duotone.pipeline.row_call import RowCall
 from duotone.planned.traced_stages import PLANS, template_of
 
 SEED = torch.tensor([5])
@@ -37,6 +39,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "cast_after": (torch.randn(5, 16).t(), torch.randn(7, 16).bfloat16()),
     "mm_fp32": (torch.randn(5, 16).bfloat16(), torch.randn(7, 16).bfloat16()),
 }
+NUMBERS = (2, 4, 32, 32, 1, 2, 32, 32, 1, 32, 0)
+"""Of x (4, 32), a weight (32, 32), a bias (32,) and no seed."""
 OF_MODULES = {"delayed_scale", "traced_recorded", "traced_scale"}
 OF_ATTENTION = {"attend", "attend_backward"}
 IN_BACKWARDS = {"roll_after"}
@@ -82,16 +86,16 @@ def test_the_ops_of_a_row_are_what_their_schemas_say(recipe: str) -> None:
     m = duotone.Linear(32, 32, recipe=recipes.load(recipe))
     x, prefix = torch.randn(4, 32), "stateful_" * (recipe == "fp8-delayed")
     row = template_of(plan_of(m, x)).stage.row_part
-    where = ([m.plans.handle] if prefix else [], row.name)
+    handles, call = [m.plans.handle] if prefix else [], RowCall((row.name,), (4,) * 3, (False,) * 4, (), NUMBERS)
     checks = CHECKS[:1] + CHECKS[2:3] if prefix else CHECKS  # a history keeps what a call of a check has recorded
     run, gradients = (getattr(torch.ops.duotone, f"{prefix}row{end}").default for end in ("", "_gradients"))
-    arguments = (x, [m.weight.detach(), m.bias.detach(), None], [4, 4, 4], *where, [False] * 4, [4, 32], [32, 1])
+    arguments = (x, [m.weight.detach(), m.bias.detach(), None], handles, call.text, [])
     opcheck(run, arguments, test_utils=checks)
     y, *kept = run(*arguments)
-    of_forward = (y, kept, None, [None] * 4, [4, 32], [32, 1], [2, 32, 32, 1, 32, 0], [0, 1, 1, 0], [4, 4, 4])
-    opcheck(gradients, (*of_forward, *where), test_utils=checks)
+    of_gradients = (y, kept, None, [None] * 4, handles, replace(call, sinks=(0, 1, 1, 0)).text, [])
+    opcheck(gradients, of_gradients, test_utils=checks)
     operands = [m.weight, m.bias, None]
-    whole = (x, operands, where[0], row.name, [False] * 4, False, False, [""] * 3, [1] * 4, False)
+    whole = (x, operands, handles, row.name, [False] * 4, False, False, [""] * 3, [1] * 4, False)
     opcheck(torch.ops.duotone.differentiable_row.default, whole, test_utils=checks[:1] + checks[2:])
 
 
@@ -100,15 +104,15 @@ def test_the_ops_of_a_row_that_keeps_tensors_are_what_their_schemas_say(name: st
     m = duotone.Linear(32, 32, recipe=recipes.load("mxfp8"))
     x = torch.randn(4, 32)
     part = f"{template_of(plan_of(m, x)).stage.name}/None"
-    operands, where = [m.weight.detach(), m.bias.detach(), None], ([m.plans.handle], part)
-    arguments = (x, operands, [4, 4, 4], *where, [False] * 4, [4, 32], [32, 1])
+    call = RowCall((part,), (4,) * 3, (False,) * 4, (), NUMBERS)
+    arguments = (x, [m.weight.detach(), m.bias.detach(), None], [m.plans.handle], call.text, [])
     # Two calls never give the same token.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     opcheck(torch.ops.duotone.stateful_row.default, arguments, test_utils=checks)
     y, token = torch.ops.duotone.stateful_row(*arguments)
-    of_forward = (y, [], token.number, [None] * 4, [4, 32], [32, 1], [2, 32, 32, 1, 32, 0])  # opcheck takes plain ones
-    sinks = [0, 2 if name == "storing_row_gradients" else 1, 1, 0]
-    opcheck(getattr(torch.ops.duotone, name).default, (*of_forward, sinks, [4, 4, 4], *where))
+    of_forward = (y, [], token.number, [None] * 4, [m.plans.handle])  # opcheck takes plain tensors
+    call = replace(call, sinks=(0, 2 if name == "storing_row_gradients" else 1, 1, 0))
+    opcheck(getattr(torch.ops.duotone, name).default, (*of_forward, call.text, []))
 
 
 @pytest.mark.parametrize("name", sorted(OF_MODULES))

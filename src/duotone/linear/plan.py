@@ -18,6 +18,7 @@ from duotone.formats import IDENTITY, Format
 from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.operand_plan import REENCODE_IN_GRAPH, OperandPlan
 from duotone.linear.plane_source import ENCODE_NOW, HIGH_PRECISION, USE_HELD
+from duotone.pipeline.row_call import DIFFERENTIATE, RUN
 from duotone.pipeline.stage import RowPart
 from duotone.pipeline.titles import title
 from duotone.recipes.recipe import Recipe
@@ -234,7 +235,8 @@ class LinearPlan:
         """What decides the results of rows. torch keeps graphs on disk, and names of plans count in each process."""
         formats = [fmt and fmt.node_name for q in self.quantizers.values() for fmt in (q.rowwise, q.columnwise)]
         operands = [vars(each) for each in self.operands.values()]
-        content = repr((formats, [gemm.rule for gemm in self.gemms], operands, self.layout, self.seeds))
+        rules = [gemm.rule for gemm in self.gemms]
+        content = repr((RUN, DIFFERENTIATE, formats, rules, operands, self.layout, self.seeds))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def opened(self, slots: Mapping[Slot, Slot]) -> "LinearPlan":

@@ -3,7 +3,8 @@
 A graph names its stages and holds no plan. What only one module has, such as its delayed scales, it finds by a handle.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from duotone.allocate import rows_below
-from duotone.dispatch.graph_patterns import PLAIN
 from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, as_of_now, define_op
 from duotone.pipeline.autograd import Backward, Outputs, apply_traced
+from duotone.pipeline.row_call import DIFFERENTIATE, PLAIN, RUN, RowCall, numbers_of
 from duotone.pipeline.rows import MOST, SEPARATOR, flat, keeps, remember, row_of, shapes_of
 from duotone.pipeline.saved_forwards import ForBackward, Token, forward_of
 from duotone.pipeline.stage import AUTOGRAD, ELSEWHERE_WITH_ZEROS, Stages
@@ -23,73 +24,45 @@ from duotone.state.torch_private import mark_effect
 from duotone.tensor import QuantizedTensor
 
 
-def _whole(
-    parts: Sequence[Tensor | None], held: Sequence[int], join: Callable[[Any], Tensor]
-) -> tuple[list[Tensor | None], tuple[int, ...]]:
-    """The tensors and the codes of operands, without pieces. A negative code says how many pieces an operand has."""
-    if min(held, default=0) >= 0:
-        return [*parts], tuple(held)
-    remaining, whole = iter(parts), list[Tensor | None]()
-    for code in held:
-        pieces = [next(remaining) for _ in range(-code if code < 0 else code // 4)]
-        whole += [join(pieces)] if code < 0 else pieces
-    return whole, tuple([max(code, PLAIN) for code in held])
-
-
 def _run(
-    x: Tensor,
-    operands: list[Tensor | None],
-    held: list[int],
-    handles: list[Tensor],
-    names: str,
-    sources: list[bool],
-    *layout: list[int],
+    x: Tensor, operands: Sequence[Tensor | None], handles: list[Tensor], text: str, symbols: list[int]
 ) -> list[Tensor]:
-    """y and what is kept. `layout`: size and strides of x in the trace, under which backward finds the structure."""
-    row, structures = row_of(names, handles)
-    whole, codes = _whole(operands, held, rows_below)
-    outputs, structure = row.forward([x, *whole], (codes, sources), (codes, *sources))
+    """y and what is kept. See `RowCall` for the last two arguments."""
+    call = RowCall.of(text)
+    row, structures = row_of(call.names, handles)
+    outputs, structure = row.forward(call.whole(x, operands, rows_below), (call.codes, call.sources), call.choice)
     if row.keeps:
         y, *kept = outputs
-        return [y.contiguous(), Token.of(ForBackward(row, structure, kept, x.device))]
-    remember(structures, (names, *map(tuple, layout), codes), structure)
+        return [y, Token.of(ForBackward(row, structure, kept, x.device))]
+    remember(structures, (*call.key, *symbols) if symbols else call.key, structure)
     return outputs
 
 
 def _shapes(
-    x: Tensor,
-    operands: list[Tensor | None],
-    held: list[int],
-    handles: list[Tensor],
-    names: str,
-    sources: list[bool],
-    *_: object,
+    x: Tensor, operands: Sequence[Tensor | None], handles: list[Tensor], text: str, symbols: list[int]
 ) -> list[Tensor]:
     """The results of `_run`, without values: from the stages that the names stand for, which know no module."""
-    whole, codes = _whole(operands, held, torch.cat)
-    outputs = shapes_of(names, [x, *whole], codes, sources)
-    if keeps(names):
-        return [outputs[0].contiguous(), torch.empty(1, dtype=torch.int64, device="cpu")]
+    call = RowCall.of(text)
+    outputs = shapes_of(call, call.whole(x, operands, torch.cat))
+    if keeps(call.names):
+        return [outputs[0], torch.empty(1, dtype=torch.int64, device="cpu")]
     return outputs
 
 
-def _gradients(  # noqa: PLR0913 (the arguments of the op)
+def _gradients(
     dy: Tensor,
     kept: list[Tensor],
     token: Tensor | None,
     sources: list[Any],
-    size: list[int],
-    stride: list[int],
-    shapes: list[int],
-    sinks: list[int],
-    held: list[int],
     handles: list[Tensor],
-    names: str,
+    text: str,
+    symbols: list[int],
 ) -> list[Tensor]:
-    """The gradients for autograd. `sinks`: where those of x and the operands go, 0 for one that nothing needs."""
+    """The gradients for autograd."""
+    call = RowCall.of(text)
     if token is None:
-        row, structures = row_of(names, handles)
-        structure = structures.get((names, tuple(size), tuple(stride), tuple(held)))
+        row, structures = row_of(call.names, handles)
+        structure = structures.get((*call.key, *symbols) if symbols else call.key)
         if structure is None:
             raise UserError(f"more than {MOST} sizes of inputs came between a compiled forward and its backward")
     else:
@@ -99,47 +72,23 @@ def _gradients(  # noqa: PLR0913 (the arguments of the op)
         roll_after(dy)
     if row.waits:  # the product outlives the memory of the graph
         dy, sources = dy.clone(), [None if each is None else each.clone() for each in sources]
-    given, shells = [dy, *structure.saved([*sources, *kept])], structure.shells_over(sources)
-    needs, dtype = tuple(map(bool, sinks)), dy.dtype
-    results = row.backward(given, (shells, needs), needs)
-    gradients = [each.to(dtype).contiguous() for each, sink in zip(results, sinks, strict=True) if sink == AUTOGRAD]
-    # Results of an op share no memory; those of one kernel may lie in one buffer.
-    return [each if each.untyped_storage().nbytes() == each.nbytes else each.clone() for each in gradients]
+    given = [dy, *structure.saved([*sources, *kept])]
+    return row.backward(given, (structure.shells_over(sources), call.sinks), call.choice)  # type: ignore[no-any-return]
 
 
 def _gradient_shapes(
-    dy: Tensor,
-    kept: object,
-    token: object,
-    sources: object,
-    size: list[int],
-    stride: object,
-    shapes: list[int],
-    sinks: list[int],
-    *_: object,
+    dy: Tensor, kept: object, token: object, sources: object, handles: object, text: str, symbols: list[int]
 ) -> list[Tensor]:
     """The results of `_gradients`, without values."""
-    sizes = _sizes(size, shapes)
-    return [dy.new_empty(each) for each, sink in zip(sizes, sinks, strict=True) if sink == AUTOGRAD]
+    call = RowCall.of(text)
+    sizes = zip(call.sizes(symbols), call.sinks, strict=True)
+    return [dy.new_empty(each) for each, sink in sizes if sink == AUTOGRAD]
 
 
-def _sizes(size: Sequence[int], shapes: Sequence[int]) -> list[Sequence[int]]:
-    """The sizes of x and of each operand. `shapes`: of each operand, the number of its sizes, then these."""
-    sizes, at = [size], 0
-    while at < len(shapes):
-        sizes.append(shapes[at + 1 : at + 1 + shapes[at]])
-        at += 1 + shapes[at]
-    return sizes
-
-
-_NAMED = "int[] held, Tensor[] handles, str names"
-_OF_FORWARD = "Tensor[] kept, Tensor? token, Tensor?[] sources, SymInt[] size, SymInt[] stride, SymInt[] shapes"
-_RUN = f"(Tensor x, Tensor?[] operands, {_NAMED}, bool[] sources, SymInt[] size, SymInt[] stride) -> Tensor[]"
-_DIFFERENTIATE = f"(Tensor dy, {_OF_FORWARD}, int[] sinks, {_NAMED}) -> Tensor[]"
 for _name, _tags in (("row", ()), ("stateful_row", STATEFUL)):
-    define_op(f"{_name}{_RUN}", _run, _shapes, tags=_tags)
-    define_op(f"{_name}_gradients{_DIFFERENTIATE}", _gradients, _gradient_shapes, tags=_tags)
-define_op(f"storing_row_gradients{_DIFFERENTIATE}", _gradients, _gradient_shapes, tags=STATEFUL)
+    define_op(f"{_name}{RUN}", _run, _shapes, tags=_tags)
+    define_op(f"{_name}_gradients{DIFFERENTIATE}", _gradients, _gradient_shapes, tags=_tags)
+define_op(f"storing_row_gradients{DIFFERENTIATE}", _gradients, _gradient_shapes, tags=STATEFUL)
 mark_effect("duotone::storing_row_gradients")  # a graph may need none of its outputs
 
 
@@ -148,7 +97,8 @@ class RowContext(FunctionCtx):
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
-    layout: tuple[Sequence[int], Sequence[int], list[int], list[int]]
+    call: RowCall
+    symbols: list[Any]
     count: int
     row: "TracedRow"
 
@@ -166,12 +116,13 @@ class RowFunction(torch.autograd.Function):
                 assert isinstance(operand, QuantizedTensor) and operand.planes.rowwise is not None
                 at, (handle, _, name) = operand.planes.rowwise.format.part_names.index("scale"), record.partition(" ")
                 of_operand[at] = torch.ops.duotone.traced_recorded(of_operand[at], row.handles[int(handle)], name, 0)
-            held.append(4 * len(of_operand) + how)
+            held.append(PLAIN * len(of_operand) + how)
             parts += of_operand
             flags += [is_source] * len(of_operand)
-        y, *kept = run(x, parts, held, row.handles, row.names, flags, x.shape, x.stride())
-        shapes = [n for each in operands for n in ((0,) if each is None else (each.dim(), *each.shape))]
-        ctx.layout, ctx.count, ctx.row = (x.shape, x.stride(), shapes, held), len(kept), row
+        numbers, symbols = numbers_of(x, operands)
+        call = RowCall(tuple(row.names.split(SEPARATOR)), tuple(held), tuple(flags), numbers=numbers)
+        y, *kept = run(x, parts, row.handles, call.text, symbols)
+        ctx.call, ctx.symbols, ctx.count, ctx.row = call, symbols, len(kept), row
         if row.recomputes:  # a partitioner keeps inputs of ops that fuse with nothing; a power of 1 fuses with x
             x = x.pow(1.0)
         sources = [each if is_source else None for each, is_source in zip((x, *parts), flags, strict=True)]
@@ -181,16 +132,17 @@ class RowFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: RowContext, dy: Tensor) -> tuple[Tensor | None, ...]:
-        row, (size, stride, shapes, held), needs = ctx.row, ctx.layout, ctx.needs_input_grad[1:]
+        row, needs = ctx.row, ctx.needs_input_grad[1:]
         run = torch.ops.duotone.stateful_row_gradients if row.handles else torch.ops.duotone.row_gradients
         if max(row.sinks) > AUTOGRAD:
             run = torch.ops.duotone.storing_row_gradients
         kept, sources = [*ctx.saved_tensors[: ctx.count]], [*ctx.saved_tensors[ctx.count :]]
         token = kept.pop() if row.keeps else None
         sinks = [sink if need else 0 for sink, need in zip(row.sinks, (row.input_grad, *needs[1:]), strict=True)]
-        results = iter(run(dy, kept, token, sources, size, stride, shapes, sinks, held, row.handles, row.names))
+        call = replace(ctx.call, sinks=tuple(sinks))
+        results = iter(run(dy, kept, token, sources, row.handles, call.text, ctx.symbols))
         gradients: list[Tensor | None] = []
-        for sink, of_one in zip(sinks, _sizes(size, shapes), strict=True):
+        for sink, of_one in zip(sinks, call.sizes(ctx.symbols), strict=True):
             if sink == AUTOGRAD:
                 gradients.append(next(results))
             else:
@@ -223,9 +175,7 @@ def _run_row(x: Tensor, operands: Sequence[Tensor | None], *row: Any) -> Tensor:
 
 _FLAGS = "str names, bool[] sources, bool input_grad, bool recomputes, str[] records, int[] sinks, bool keeps"
 # Dynamo takes it as one node, and does not trace the function. AOTAutograd does, and finds the ops of the row.
-define_op(
-    f"differentiable_row(Tensor x, Tensor?[] operands, Tensor[] handles, {_FLAGS}) -> Tensor", _run_row
-)
+define_op(f"differentiable_row(Tensor x, Tensor?[] operands, Tensor[] handles, {_FLAGS}) -> Tensor", _run_row)
 
 
 def apply_in_graph(stages: Stages, _: object, x: Tensor, *operands: Any) -> Outputs:

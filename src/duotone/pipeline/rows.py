@@ -17,7 +17,8 @@ from duotone.pipeline.autograd import differentiate, run_forward
 from duotone.pipeline.bound import Bindings
 from duotone.pipeline.bound_pipeline import opened_stages
 from duotone.pipeline.rewrites import RULES, rewrite
-from duotone.pipeline.stage import Gradients, Needs, RowPart, Stage, Stages, unpack
+from duotone.pipeline.row_call import RowCall
+from duotone.pipeline.stage import AUTOGRAD, RowPart, Stage, Stages, unpack
 from duotone.state.torch_private import constants_allowed, is_faking
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.plane import Planes, overlap, same_memory
@@ -74,6 +75,7 @@ class Structure(NamedTuple):
     """How the backward of a signature finds what its forward saved."""
 
     shells: list[list[Any]]
+    has_seeds: bool
     places: list[int | View | None]
     """Of each saved tensor: its index among the sources and the kept tensors behind them, or its view of one."""
 
@@ -83,6 +85,8 @@ class Structure(NamedTuple):
 
     def shells_over(self, sources: Sequence[Any]) -> list[list[Any]]:
         """The shells with the seeds of a call."""
+        if not self.has_seeds:
+            return self.shells
         return [[_replaced(x, Seed, lambda seed: sources[seed.source]) for x in entry] for entry in self.shells]
 
 
@@ -194,14 +198,24 @@ class Row:
                 outputs.append(tensor.clone() if View.of(tensor, [*inputs, y]) is not None else tensor)
         change = torch.clone if self.keeps else partial(_seed, inputs)
         shells = [[_replaced(x, Tensor, change) for x in entry] for entry in shells]
-        return outputs, Structure(shells, places)
+        if self.keeps:
+            outputs[0] = outputs[0].contiguous()
+        has_seeds = any(
+            isinstance(x, Seed) for entry in shells for shell in entry if type(shell) is tuple for x in shell
+        )
+        return outputs, Structure(shells, has_seeds, places)
 
     def _backward(
-        self, slots: Sequence[Any], opened: Sequence[Any], tensors: list[Any], shells: list[Any], needs: Needs
-    ) -> Gradients:
-        handed, saved = [tensors[0]], unpack(shells, tensors[1:])
+        self, slots: Sequence[Any], opened: Sequence[Any], tensors: list[Any], shells: list[Any], sinks: Sequence[int]
+    ) -> list[Tensor]:
+        """The gradients for autograd. They share no memory, as all results of ops; those of one kernel may do."""
+        handed, saved, dtype = [tensors[0]], unpack(shells, tensors[1:]), tensors[0].dtype
         tensors.clear()
-        return tuple(differentiate(opened_stages(self.backward_of, slots, opened), handed, (), saved, needs))
+        stages, needs = opened_stages(self.backward_of, slots, opened), tuple(map(bool, sinks))
+        results = differentiate(stages, handed, (), saved, needs)
+        needed = [each for each, sink in zip(results, sinks, strict=True) if sink == AUTOGRAD]
+        gradients = [each.to(dtype).contiguous() for each in needed if each is not None]
+        return [each if each.untyped_storage().nbytes() == each.nbytes else each.clone() for each in gradients]
 
 
 def _apart(inputs: Sequence[Any]) -> list[Any]:
@@ -226,7 +240,7 @@ def _seed(inputs: Sequence[Any], seed: Tensor) -> Seed:
     return Seed(next(i for i, x in enumerate(inputs) if x is seed))
 
 
-def row_of(names: str, handles: Sequence[Tensor]) -> tuple[Row, dict[Hashable, Structure]]:
+def row_of(names: Sequence[str], handles: Sequence[Tensor]) -> tuple[Row, dict[Hashable, Structure]]:
     """The row of stages of these modules, and the structures of all rows of these names."""
     owners, stages, rows = iter(handles), list[Stage](), None
     parts = _parts(names)
@@ -238,28 +252,28 @@ def row_of(names: str, handles: Sequence[Tensor]) -> tuple[Row, dict[Hashable, S
     return _row(names, tuple(stages), parts, home.rows if rows is None else rows), home.structures
 
 
-def shapes_of(names: str, tensors: list[Any], codes: tuple[int, ...], sources: Sequence[bool]) -> list[Tensor]:
+def shapes_of(call: RowCall, tensors: list[Any]) -> list[Tensor]:
     """The results of a row of stages that know no module, without values. They are computed once for each layout."""
-    home = _home(parts := _parts(names))
+    home = _home(parts := _parts(call.names))
     layouts = [None if each is None else (each.dtype, each.device, *each.shape, *each.stride()) for each in tensors]
     fixed = not any(isinstance(n, torch.SymInt) for layout in layouts if layout is not None for n in layout)
-    known, key = home.shapes, (RULES.version, names, codes, *sources, *layouts)
+    known, key = home.shapes, (RULES.version, call.names, call.choice, *layouts)
     if fixed and key in known:
         return [tensors[0].new_empty_strided(size, stride, dtype=dtype) for size, stride, dtype in known[key]]
-    row = _row(names, tuple([part.stage for part in parts]), parts, home.rows)
+    row = _row(call.names, tuple([part.stage for part in parts]), parts, home.rows)
     with constants_allowed(tensors[0]):
-        outputs = row.forward(tensors, (codes, sources))[0]
+        outputs = row.forward(tensors, (call.codes, call.sources))[0]
     if fixed:
         remember(known, key, [(each.shape, each.stride(), each.dtype) for each in outputs])
     return outputs
 
 
-def keeps(names: str) -> bool:
+def keeps(names: Sequence[str]) -> bool:
     """Whether what a row keeps for its backward stays outside of the graph."""
     return any(part.keeps for part in _parts(names))
 
 
-def _row(names: str, stages: Stages, parts: Sequence[Part], rows: Rows) -> Row:
+def _row(names: Sequence[str], stages: Stages, parts: Sequence[Part], rows: Rows) -> Row:
     key = (RULES.version, names, *stages)
     return rows[key] if key in rows else remember(rows, key, Row(stages, parts))
 
@@ -268,9 +282,9 @@ def _home(parts: Sequence[Part]) -> Part:
     return next(part for part in parts if part.is_home)
 
 
-def _parts(names: str) -> list[Part]:
+def _parts(names: Sequence[str]) -> list[Part]:
     try:
-        return [PARTS[name] for name in names.split(SEPARATOR)]
+        return [PARTS[name] for name in names]
     except KeyError:
         raise UserError(
             "the recipe or the model of compiled code is gone; keep both until the compiled backward ends"

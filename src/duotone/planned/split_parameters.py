@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from duotone.allocate import rows_below
-from duotone.dispatch.graph_patterns import find_joined_weights
 from duotone.errors import UserError
 from duotone.pipeline.autograd import with_gradient
+from duotone.pipeline.graph_patterns import find_joined_weights
 from duotone.pipeline.op import is_distributed
 
 if TYPE_CHECKING:

@@ -152,11 +152,12 @@ class DelayedSlot(Slot):
                 scales = state.used(True) if forward is None else forward[0]
             entries = [(scales, step.deferred)] * len(slots)
         new = () if mode is AmaxMode.RECOMPUTE else state.new
-        opened = []
+        opened, used = [], []
         for slot, entry in zip(slots, entries, strict=True):
-            if not self.backward:
-                frames.remember(slot.key, entry, for_graph=True)
+            used.append((slot.key, entry))
             opened.append(OpenDelayedSlot(slot, state, entry[0], mode, record, slot.index in new))
+        if not self.backward:
+            frames.remember_for_graph(used)
         pending().add(self.state, self.group, record, running, self.backward)
         return opened
 

@@ -15,7 +15,7 @@ seeds are among the tensors that it saves.
 
 import sys
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -78,32 +78,44 @@ class Record:
         return self.run == self.first
 
 
-def remember(key: Hashable, value: object, for_graph: bool = False, once: bool = False) -> None:
+def remember(key: Hashable, value: object, once: bool = False) -> None:
     """Keep a value in every frame that runs its forward now. Inference has none.
 
-    `for_graph`: also for the backward of the compiled graph whose forward runs now, if one does.
     `once`: only in frames that have none under the key.
     """
+    for record in _records():
+        values = record.values.setdefault(key, [])
+        if not (once and values):
+            values.append(value)
+
+
+def remember_for_graph(values: Sequence[tuple[Hashable, object]]) -> None:
+    """`remember` for pairs of keys and values, which the backward of a compiled graph that runs now finds, too."""
+    for record in _records(values):
+        for key, value in values:
+            record.values.setdefault(key, []).append(value)
+
+
+def _records(for_graph: Sequence[tuple[Hashable, object]] = ()) -> list[Record]:
+    """The records of the frames that run their forward now. A compiled graph among them keeps `for_graph`."""
     if FORWARD.is_alone or is_forward_grad_enabled():
         if top_saved_hooks(True) is None:
-            return
+            return []
     elif torch.is_inference_mode_enabled():
-        return
+        return []
     graph, contexts = _functions()
     if for_graph and graph is not None:
-        saved: dict[Hashable, object] | None = getattr(graph, GRAPH, None)
-        if saved is None:
-            setattr(graph, GRAPH, {key: value})
-        else:
-            saved.setdefault(key, value)
+        kept: dict[Hashable, object] = vars(graph).setdefault(GRAPH, {})
+        for key, value in for_graph:
+            kept.setdefault(key, value)
+    records = list[Record]()
     for holder in _checkpoints() + contexts:
         record = getattr(holder, NAME, None)
         if record is None:
             record = Record()
             setattr(holder, NAME, record)
-        values = record.values.setdefault(key, [])
-        if not (once and values):
-            values.append(value)
+        records.append(record)
+    return records
 
 
 def of_graph(key: Hashable) -> Any:

@@ -1,12 +1,14 @@
 """What inductor replaces in a graph: rows of pieces below one another. It changes only the speed."""
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.fx.node import map_arg
 
 from duotone.numbered import constant_in_traces
+from duotone.pipeline.row_call import PLAIN, RowCall
 
 if TYPE_CHECKING:
     from torch._inductor.pattern_matcher import Match
@@ -14,8 +16,6 @@ if TYPE_CHECKING:
 
 EAGER = "eager_input_vals"
 """Where inductor keeps the shapes and memory orders that the inputs of an op had in the trace."""
-PLAIN = 4
-"""How rows get an operand that is one plain tensor."""
 
 
 @constant_in_traces
@@ -35,22 +35,26 @@ def _register() -> None:
 
 
 def _is_unchanged(match: "Match") -> bool:
-    return min(match.output_node().args[2], default=0) >= 0  # type: ignore[no-any-return,call-overload]
+    return min(_call(match).held, default=0) >= 0
+
+
+def _call(match: "Match") -> "RowCall":
+    return RowCall.of(match.output_node().args[3])  # type: ignore[arg-type]
 
 
 def _take_pieces(match: "Match") -> None:
     """Give a row the matrices that a weight joins, unless backward reads it. Its code is minus their number."""
-    node = match.output_node()
-    x, operands, held, *others = cast("tuple[Any, list[Any], list[int], Any]", node.args)
+    node, call = match.output_node(), _call(match)
+    x, operands, handles, _, symbols = cast("tuple[Any, list[Any], Any, Any, Any]", node.args)
     parts, codes = list[Any](), list[int]()
-    of_operands, flags = iter(operands), iter(others[2][1:])
-    for code in held:
-        of_operand = [next(of_operands) for _ in range(code // 4)]
-        is_shared = any([next(flags) for _ in of_operand])
-        pieces = _pieces(of_operand[0]) if code == PLAIN and not is_shared else []
+    of_operands, flags = iter(operands), iter(call.sources[1:])
+    for code in call.held:
+        of_operand = [next(of_operands) for _ in range(code // PLAIN)]
+        of_each = [next(flags) for _ in of_operand]
+        pieces = _pieces(of_operand[0]) if code == PLAIN and not any(of_each) else []
         parts += pieces or of_operand
         codes.append(-len(pieces) or code)
-    node.args = x, parts, codes, *others
+    node.args = x, parts, handles, replace(call, held=tuple(codes)).text, symbols
     if EAGER in node.meta:
         node.meta[EAGER] = map_arg(node.args, lambda each: each.meta["val"]), {}  # type: ignore[arg-type]
 

@@ -1,0 +1,89 @@
+"""RowCall: what is constant in the calls of a row. Its ops take one string, since each argument costs host time."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from torch import SymInt, Tensor
+
+PLAIN = 4
+"""How rows get an operand that is one plain tensor: four times the number of its parts, see `rows.flat`."""
+
+_CALL = "Tensor[] handles, str call, SymInt[] symbols"
+RUN = f"(Tensor x, Tensor?[] operands, {_CALL}) -> Tensor[]"
+DIFFERENTIATE = f"(Tensor dy, Tensor[] kept, Tensor? token, Tensor?[] sources, {_CALL}) -> Tensor[]"
+"""Schemas of the ops of rows. Names of parts depend on them, since torch keeps graphs on disk."""
+
+
+@dataclass(frozen=True)
+class RowCall:
+    """`names`: of the parts. `held`: how each operand comes; minus the number of pieces that are to be joined.
+
+    `sources`: of x and the tensors of operands, whether backward reads them as they are. `sinks`: where the gradients
+    of x and the operands go, 0 for one that nothing needs. `numbers`: see `numbers_of`; () where they are symbols.
+    """
+
+    names: tuple[str, ...]
+    held: tuple[int, ...]
+    sources: tuple[bool, ...]
+    sinks: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The string from which `of` makes an equal call."""
+        return json.dumps((self.names, self.held, self.sources, self.sinks, self.numbers))
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def of(text: str) -> "RowCall":
+        """The inverse of `text`."""
+        return RowCall(*map(tuple, json.loads(text)))
+
+    @cached_property
+    def codes(self) -> tuple[int, ...]:
+        """`held` of operands whose pieces are joined."""
+        return tuple([max(code, PLAIN) if code < 0 else code for code in self.held])
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """What decides how backward finds what forward kept, besides sizes that are symbols in the graph."""
+        return self.names, self.codes, self.numbers
+
+    @cached_property
+    def choice(self) -> tuple[object, ...]:
+        """What decides the calls of a row, besides its tensors."""
+        return self.codes, self.sources, self.sinks
+
+    def whole(self, x: Tensor, parts: Sequence[Tensor | None], join: Callable[[Any], Tensor]) -> list[Tensor | None]:
+        """x and the tensors of operands, with those joined that come in pieces."""
+        if self.codes == self.held:
+            return [x, *parts]
+        remaining, whole = iter(parts), list[Tensor | None]((x,))
+        for code in self.held:
+            pieces = [next(remaining) for _ in range(-code if code < 0 else code // PLAIN)]
+            whole += [join(pieces)] if code < 0 else pieces
+        return whole
+
+    def sizes(self, symbols: Sequence[int]) -> list[Sequence[int]]:
+        """The sizes of x and of each operand. `symbols` are the numbers, if the call does not hold them."""
+        numbers = self.numbers or symbols
+        sizes, at = [numbers[1 : 1 + numbers[0]]], 1 + 2 * numbers[0]
+        while at < len(numbers):
+            sizes.append(numbers[at + 1 : at + 1 + numbers[at]])
+            at += 1 + numbers[at]
+        return sizes
+
+
+def numbers_of(x: Tensor, operands: Sequence[Tensor | None]) -> tuple[tuple[int, ...], list[Any]]:
+    """How many sizes x has, these, and its strides; of each operand the number of sizes, and these.
+
+    They come first if they are constants, and last if some are symbols. The other one is empty.
+    """
+    numbers = [x.dim(), *x.shape, *x.stride()]
+    for each in operands:
+        numbers += (0,) if each is None else (each.dim(), *each.shape)
+    has_symbols = any(isinstance(n, SymInt) for n in numbers)
+    return ((), numbers) if has_symbols else (tuple(numbers), [])
