@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import duotone
 from duotone import recipes
-from duotone.pipeline.row_call import RowCall
+from duotone.pipeline.row_call import RowCall, RowPart
 from duotone.planned.traced_stages import PLANS, template_of
 
 SEED = torch.tensor([5])
@@ -41,7 +41,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 }
 NUMBERS = (2, 4, 32, 32, 1, 2, 32, 32, 1, 32, 0)
 """Of x (4, 32), a weight (32, 32), a bias (32,) and no seed."""
-OF_MODULES = {"delayed_scale", "traced_recorded", "traced_scale"}
+OF_MODULES = {"delayed_scale", "traced_scale"}
 OF_ATTENTION = {"attend", "attend_backward"}
 IN_BACKWARDS = {"roll_after"}
 OF_ROWS = {"differentiable_row", "row", "row_gradients", "stateful_row", "stateful_row_gradients"}
@@ -85,7 +85,7 @@ def test_an_op_that_runs_in_backwards_is_what_its_schema_says(name: str) -> None
 def test_the_ops_of_a_row_are_what_their_schemas_say(recipe: str) -> None:
     m = duotone.Linear(32, 32, recipe=recipes.load(recipe))
     x, prefix = torch.randn(4, 32), "stateful_" * (recipe == "fp8-delayed")
-    row = template_of(plan_of(m, x)).stage.row_part
+    row = RowPart.of(template_of(plan_of(m, x)).stage.row_part)
     handles, call = [m.plans.handle] if prefix else [], RowCall((row.name,), (4,) * 3, (False,) * 4, (), NUMBERS)
     checks = CHECKS[:1] + CHECKS[2:3] if prefix else CHECKS  # a history keeps what a call of a check has recorded
     run, gradients = (getattr(torch.ops.duotone, f"{prefix}row{end}").default for end in ("", "_gradients"))
@@ -95,7 +95,7 @@ def test_the_ops_of_a_row_are_what_their_schemas_say(recipe: str) -> None:
     of_gradients = (y, kept, None, [None] * 4, handles, replace(call, sinks=(0, 1, 1, 0)).text, [])
     opcheck(gradients, of_gradients, test_utils=checks)
     operands = [m.weight, m.bias, None]
-    whole = (x, operands, handles, row.name, [False] * 4, False, False, [""] * 3, [1] * 4, False)
+    whole = (x, operands, handles, row.text)
     opcheck(torch.ops.duotone.differentiable_row.default, whole, test_utils=checks[:1] + checks[2:])
 
 
@@ -123,8 +123,6 @@ def test_an_op_that_finds_states_is_what_its_schema_says(name: str) -> None:
     where: tuple[Any, ...] = (m.duotone_forward.number, 0, "", "use", False)
     if name == "traced_scale":
         where = (m.plans.handle, plan, 0, "input", 0)
-    if name == "traced_recorded":
-        where = (m.plans.handle, plan, 0)
     opcheck(getattr(torch.ops.duotone, name).default, (x, *where))
 
 

@@ -871,3 +871,92 @@ def test_a_number_of_ranks_may_repeat_the_groups() -> None:
         with pytest.raises(UserError, match="give parallel_mode 'column' or 'row' and the tp_group"):
             duotone.Linear(8, 8, tp_size=wrong)
     assert duotone.TransformerLayer(8, 8, 2, tp_size=1).self_attention.proj.layout.mode is None
+
+
+ASKS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "grad": lambda loss, x: torch.autograd.grad(loss, x),
+    "inputs": lambda loss, x: loss.backward(inputs=[x]),
+}
+
+
+@every_class
+@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
+def test_a_backward_for_the_input_alone_stores_no_gradient_of_a_weight(kind, ask, option) -> None:
+    """Its products waited in the queue, and each later step got the gradient of an earlier one."""
+    m, plain = make(kind, **{option: True}), make(kind)
+    for p in m.parameters():
+        p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+    x = rows().requires_grad_()
+    ASKS[ask](call(m, x).square().sum(), x)
+    for each in (m, plain):
+        call(each, x.detach() * 2).square().sum().backward()
+    m.backward_dw()
+    for p, q in zip(m.parameters(), plain.parameters(), strict=True):
+        if option == "delay_wgrad_compute" or p.dim() == 1:
+            assert torch.equal(p.grad, q.grad)
+        else:
+            assert torch.equal(p.main_grad.bfloat16(), q.grad)
+
+
+@every_class
+def test_a_backward_that_fails_leaves_no_gradient_behind(kind) -> None:
+    m, x = make(kind, delay_wgrad_compute=True), rows()
+
+    def interrupt(_: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    def step(stops: bool) -> list[Tensor]:
+        m.zero_grad()
+        h = (x * (1 + stops)).requires_grad_() * 1
+        if stops:
+            h.register_hook(interrupt)  # after the products of the module
+        call(m, h).square().sum().backward()
+        m.backward_dw()
+        return [p.grad.clone() for p in m.parameters()]
+
+    expected = step(False)
+    with pytest.raises(KeyboardInterrupt):
+        step(True)
+    assert all(map(torch.equal, step(False), expected))
+    with pytest.raises(MissingPlaneError, match="no weight gradient waits"):
+        m.backward_dw()
+
+
+def test_a_computed_weight_and_gradients_that_are_put_off_are_refused() -> None:
+    m = make("Linear", delay_wgrad_compute=True)
+    torch.nn.utils.parametrizations.weight_norm(m)
+    with pytest.raises(UserError, match=r"m: delay_wgrad_compute gives gradients to parameters"):
+        m(rows())
+    with torch.no_grad():
+        m(rows())
+
+
+def view_of_bank(m: nn.Module) -> None:
+    m.weight.data = torch.cat([m.weight.data, m.weight.data + 1])[: len(m.weight)]
+    m(rows(), is_first_microbatch=True)
+    whole = m.weight.data.untyped_storage()
+    m.weight.data = torch.empty(0, dtype=DTYPE).set_(whole, m.weight.numel(), m.weight.shape)
+
+
+def transposed(m: nn.Module) -> None:
+    m.weight.data = m.weight.data.t()
+
+
+MOVES: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module], None]]] = {
+    "another part of its storage": (lambda: make("Linear"), view_of_bank),
+    "its transpose": (lambda: Linear(64, 64, params_dtype=DTYPE, recipe=MX), transposed),
+    "pieces exchanged": (
+        lambda: Linear(64, 96, params_dtype=DTYPE, recipe=MX, parameters_split=("a", "b")),
+        lambda m: torch.utils.swap_tensors(m.a_weight, m.b_weight),
+    ),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_weight_that_moves_within_its_memory_is_encoded_anew(move) -> None:
+    build, change = MOVES[move]
+    m, x = build(), rows()
+    m(x, is_first_microbatch=True)
+    change(m)
+    assert torch.equal(m(x, is_first_microbatch=False), m(x))

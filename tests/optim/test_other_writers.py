@@ -162,3 +162,15 @@ def test_a_copy_of_a_model_does_not_write_the_masters_of_the_first() -> None:
         other.weight.zero_()
     step_of_none(m, optimizer)
     assert torch.equal(optimizer.state[m.weight]["master"], before)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+def test_masters_follow_a_weight_that_becomes_its_own_transpose() -> None:
+    """`weight.data = weight.data.t()` has the same address and version, and other strides."""
+    m = linear(None)
+    optimizer = optimizer_of(m)
+    step(m, optimizer)
+    m.weight.data = m.weight.data.t()
+    expected = m.weight.detach().clone()
+    step(m, optimizer)
+    assert (m.weight - expected).abs().max() <= 2 * 1e-4 + 2**-9 * expected.abs().max()  # a step of lr, and bf16

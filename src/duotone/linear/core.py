@@ -21,7 +21,7 @@ from duotone.linear.operand_plan import Original
 from duotone.linear.plan import LinearPlan
 from duotone.linear.plane_source import in_dtype_of
 from duotone.linear.sink import GRADIENT, Sink
-from duotone.pipeline.stage import Gradients, Needs, RowPart, Saved, Stage
+from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.tensor.context import QuantizeContext, Slot
 from duotone.tensor.plane import Plane, Planes
 
@@ -42,9 +42,8 @@ class LinearStage(Stage):
     sink: Sink
     name: str = ""
     """The name of the stage in graphs: that of its template, and a digest of what decides its results."""
-    handle: Tensor | None = None
-    """In a trace: the number of the module whose delayed slots the stage uses."""
-    row_part: RowPart | None = None
+    row_part: str = ""
+    has_owner: bool = False
     arity = (3,)
 
     @property
@@ -65,6 +64,10 @@ class LinearStage(Stage):
         return self.sink.waits
 
     @property
+    def stores(self) -> bool:  # type: ignore[override]
+        return self.sink is not GRADIENT
+
+    @property
     def slots(self) -> tuple[Slot, ...]:  # type: ignore[override]
         return self.plan.input.slots + self.plan.weight.slots
 
@@ -77,7 +80,7 @@ class LinearStage(Stage):
 
     @property
     def refusal(self) -> str:  # type: ignore[override]
-        if self.sink is not GRADIENT:
+        if self.stores:
             return "its weight gradients do not go to autograd (fuse_wgrad_accumulation or delay_wgrad_compute)"
         return self.plan.refusal
 
@@ -85,26 +88,14 @@ class LinearStage(Stage):
     def reads(self) -> tuple[bool, ...]:  # type: ignore[override]
         return self.plan.weight_grad, self.plan.input_grad, False, False
 
-    def of_module(self, handle: Tensor) -> "LinearStage":
-        """In a trace: the stage with the delayed slots of the module that `handle` names."""
-        return self.in_rows(handle, self.row_part)
+    def in_rows(self, part: str) -> "LinearStage":
+        """In a trace: the stage of one module, under another name in rows."""
+        return LinearStage(self.plan, self.sink, self.name, part, True)
 
-    def in_rows(self, handle: Tensor | None, part: RowPart | None) -> "LinearStage":
-        """In a trace: the stage that rows hold like this."""
-        return LinearStage(self.plan, self.sink, self.name, handle, part)
-
-    def in_graph(self) -> "LinearStage":
-        handle = self.handle
-        return self if handle is None else LinearStage(self.plan.of_module(handle), self.sink, self.name)
-
-    @property
-    def row_owner(self) -> Tensor | None:
-        return self.handle
-
-    def recording_weight(self) -> "LinearStage":
-        """In a trace: the stage that records the amaxes of a weight that FSDP2 gathered under delayed scales."""
-        assert self.row_part is not None
-        return self.in_rows(self.handle, self.row_part._replace(records=True))
+    def in_graph(self, handle: Tensor | None) -> "LinearStage":
+        if handle is None or not self.has_owner:
+            return self
+        return LinearStage(self.plan.of_module(handle), self.sink, self.name)
 
     def named(self, operands: Sequence[Item]) -> Operands[Item]:
         """Row counts, seed, weights and biases, or the same of anything that exists once for each operand."""

@@ -18,7 +18,7 @@ from duotone.linear.plane_source import ENCODE_NOW
 from duotone.linear.row_counts import Rows, device_splits, host_splits
 from duotone.linear.segment_operands import are_real, encode_segments, encode_weights, join, takes_segments
 from duotone.linear.sink import GRADIENT, ToMainGrad
-from duotone.pipeline.stage import Gradients, Needs, RowPart, Saved, Stage
+from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.tensor.plane import Plane
 
 if TYPE_CHECKING:
@@ -51,9 +51,8 @@ class GroupedStage(Stage):
     why_apart: str = ""
     """Why each linear has a separate product, if they are not `grouped`."""
 
-    handle: Tensor | None = None
-    """In a trace: the number of the module."""
-    row_part: RowPart | None = None
+    row_part: str = ""
+    has_owner: bool = False
 
     @staticmethod
     def of(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> "GroupedStage":
@@ -80,22 +79,18 @@ class GroupedStage(Stage):
         """The plan of each expert."""
         return self.linears[0].plan
 
-    def of_module(self, handle: Tensor) -> "GroupedStage":
-        """In a trace: see `in_rows`, which every group of a trace takes."""
-        return self
-
-    def in_rows(self, handle: Tensor | None, part: RowPart | None) -> "GroupedStage":
-        """In a trace: the stage that rows hold like this."""
+    def in_rows(self, part: str) -> "GroupedStage":
+        """In a trace: the stage of one module, under a name in rows."""
         options = self.is_joint, self.takes_device_splits, self.grouped, self.why_apart
-        return GroupedStage(self.linears, *options, handle, part)
-
-    @property
-    def row_owner(self) -> Tensor | None:
-        return self.handle
+        return GroupedStage(self.linears, *options, part, True)
 
     @property
     def waits(self) -> bool:  # type: ignore[override]
-        return any(linear.sink.waits for linear in self.linears)
+        return any(linear.waits for linear in self.linears)
+
+    @property
+    def stores(self) -> bool:  # type: ignore[override]
+        return any(linear.stores for linear in self.linears)
 
     @property
     def name(self) -> str:

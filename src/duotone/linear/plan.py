@@ -16,10 +16,9 @@ from duotone.dispatch.rule import GemmProblem, GemmRule
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
 from duotone.linear.layout import WHOLE, Layout
-from duotone.linear.operand_plan import REENCODE_IN_GRAPH, OperandPlan
+from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plane_source import ENCODE_NOW, HIGH_PRECISION, USE_HELD
 from duotone.pipeline.row_call import DIFFERENTIATE, RUN
-from duotone.pipeline.stage import RowPart
 from duotone.pipeline.titles import title
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, TENSOR_TYPES, QuantizerRole, Site
@@ -221,14 +220,11 @@ class LinearPlan:
         """Whether modules of equal content may run one stage: nothing in it is of one module, or of a user."""
         return not self.is_delayed and all(each.is_known for each in self.operands.values())
 
-    def row_part(self, name: str) -> RowPart | None:
-        """How rows of graphs hold a linear with this plan, before it has slots. None if they do not."""
+    @property
+    def is_row_part(self) -> bool:
+        """Whether rows of graphs hold a linear with this plan."""
         is_quantized = self.input.source is ENCODE_NOW or self.weight.source in (ENCODE_NOW, USE_HELD)
-        if not (is_quantized and self.input.source in (HIGH_PRECISION, ENCODE_NOW)):
-            return None
-        sources = self.input.may_share, self.weight.may_share, False, self.seeds > 0
-        recomputes = self.input.backward is REENCODE_IN_GRAPH
-        return RowPart(name, sources, is_quantized, self.input_grad, recomputes)
+        return is_quantized and self.input.source in (HIGH_PRECISION, ENCODE_NOW)
 
     @property
     def digest(self) -> str:

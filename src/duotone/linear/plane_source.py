@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from duotone.capture import is_capturing
@@ -20,7 +19,7 @@ from duotone.graph_ops import define_op
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.gathers import ROWWISE
-from duotone.tensor.plane import Plane, Planes, Usage
+from duotone.tensor.plane import Plane, Planes, Usage, location_of
 from duotone.tensor.quantizer import Quantizer
 
 
@@ -236,7 +235,6 @@ class WeightCache:
         if any(owner.is_inference() for owner in owners):
             return None
         versions = tuple(
-            (id(owner), owner._version, getattr(owner, "version_of_shard", 0), StorageWeakRef(owner.untyped_storage()))
-            for owner in owners
+            (id(owner), owner._version, getattr(owner, "version_of_shard", 0), *location_of(owner)) for owner in owners
         )
         return quantizer, x.dtype, x.device, x.shape, STEPS.last, versions

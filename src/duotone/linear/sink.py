@@ -3,6 +3,8 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from duotone.dispatch.rule import Place, Product
 from duotone.errors import MissingPlaneError
+from duotone.state.torch_private import graph_task_id, queue_callback
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,11 +94,35 @@ def main_grad(weight: Tensor) -> Tensor:
     raise MissingPlaneError(f"fuse_wgrad_accumulation needs weight.main_grad of shape {expected}; got {got}")
 
 
+class Waiting(NamedTuple):
+    """A product that was put off, a tensor of its dtype and device, and who takes it."""
+
+    product: Product
+    like: Tensor
+    then: Sink
+
+
+class Queue(deque[Waiting]):
+    """Products of one weight that were put off, the oldest first. Those of a backward come when it has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.task, self.left = -1, list[Waiting]()
+        """The newest backward that left products, and these. What a failed one left goes with the next."""
+
+    def put(self, waiting: Waiting) -> None:
+        """Add a product when the backward that runs now ends without an error or an interrupt."""
+        if self.task != graph_task_id():
+            self.task, self.left = graph_task_id(), []
+            queue_callback(partial(self.extend, self.left))
+        self.left.append(waiting)
+
+
 @dataclass(frozen=True, eq=False)
 class Deferred(Sink):
     """Queues the product until the module's `backward_dw` takes the oldest; autograd gets None."""
 
-    queue: deque[tuple[Product, Tensor, Sink]]
+    queue: Queue
     then: Sink = GRADIENT
     waits = True
 
@@ -103,5 +130,5 @@ class Deferred(Sink):
         self.then.begin()
 
     def take(self, product: Product, dy: Tensor) -> Tensor | None:
-        self.queue.append((product, dy.new_empty(0), self.then))
+        self.queue.put(Waiting(product, dy.new_empty(0), self.then))
         return None

@@ -13,7 +13,7 @@ from duotone.errors import UserError
 from duotone.ops.basic import ProducerStage
 from duotone.pipeline.op import Op, TensorInfo
 from duotone.pipeline.rows import in_parts
-from duotone.pipeline.stage import Gradients, Needs, RowPart, Saved, Stage
+from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 
 if TYPE_CHECKING:
     from duotone.kernels.activations import FusedProducer
@@ -26,7 +26,7 @@ class ActivationStage(ProducerStage):
 
     activation: Activation
     keeps: bool
-    row_part: RowPart | None = None
+    row_part: str = ""
     refusal = ""
 
     @property

@@ -13,7 +13,7 @@ from duotone.errors import UserError, one_of
 from duotone.ops.basic import ProducerStage
 from duotone.pipeline.op import Op, TensorInfo
 from duotone.pipeline.rows import in_parts
-from duotone.pipeline.stage import Gradients, Needs, RowPart, Saved, Stage
+from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.pipeline.titles import title
 from duotone.planned.split_parameters import tensors_of
 from duotone.planned.weights import materialise
@@ -40,7 +40,7 @@ class NormStage(ProducerStage):
     eps: float
     zero_centered: bool
     keeps: bool
-    row_part: RowPart | None = None
+    row_part: str = ""
     arity = (2,)
     refusal = ""
     reads = (True, True, False)

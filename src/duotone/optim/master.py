@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from duotone.formats import Format
 from duotone.optim.moments import CODES, DTYPES, cuts_blocks
@@ -13,6 +12,7 @@ from duotone.optim.update import Group, Saved
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import FixedScale
 from duotone.tensor.fsdp import shard_of, version_of
+from duotone.tensor.plane import location_of
 from duotone.tensor.plane_tensor import CONVERTED
 
 
@@ -68,9 +68,8 @@ def values_of(parameter: Tensor) -> Tensor:
 class Mark(NamedTuple):
     """A parameter as the last step left it, or the load of its master. It shows later writes of other code."""
 
-    memory: StorageWeakRef
-    """Weak, which prevents that the address is used again."""
-    offset: int | torch.SymInt
+    location: tuple[object, ...]
+    """Of the parameter, or of the codes."""
     version: tuple[int, int]
     """Of the parameter, and of the buffer of its codes: another tensor may hold that, and write it."""
     dtype: torch.dtype
@@ -86,12 +85,12 @@ class Mark(NamedTuple):
             plane = codes.planes.rowwise or codes.planes.columnwise
             if plane is not None:
                 codes, fmt = plane.parts["codes"], plane.format
-        memory, version = StorageWeakRef(codes.untyped_storage()), (version_of(parameter), version_of(codes))
-        return Mark(memory, codes.storage_offset(), version, parameter.dtype, fmt, is_load)
+        version = version_of(parameter), version_of(codes)
+        return Mark(location_of(codes), version, parameter.dtype, fmt, is_load)
 
     def shows_write(self, now: "Mark") -> bool:
         """Whether the parameter, with the mark `now`, has other memory or was written since."""
-        return (self.memory, self.offset, self.version) != (now.memory, now.offset, now.version)
+        return (self.location, self.version) != (now.location, now.version)
 
 
 def adopt_writes(parameter: Tensor, master: Tensor, mark: Mark) -> None:
@@ -106,7 +105,7 @@ def adopt_writes(parameter: Tensor, master: Tensor, mark: Mark) -> None:
       overwritten. `torch.autograd.graph.increment_version(parameter)` after such a write counts it: docs/limits.md.
     """
     now = Mark.of(parameter)
-    is_moved = now.memory != mark.memory or now.offset != mark.offset
+    is_moved = now.location != mark.location
     if not mark.shows_write(now):
         return
     if now.format != mark.format and vars(parameter).get(CONVERTED) == (mark.version[0], now.version[0]):

@@ -17,6 +17,7 @@ from duotone.pipeline.bound import Bindings
 from duotone.pipeline.second_order import Exact
 from duotone.pipeline.stage import Gradients, Needs, Saved, SavedContext, Shells, Stages, pack, unpack
 from duotone.state.frames import FORWARD
+from duotone.state.torch_private import is_asked
 from duotone.tensor import QuantizedTensor
 
 T = TypeVar("T")
@@ -33,6 +34,8 @@ class PipelineContext(SavedContext):
     backward_of: "Backward"
     extra: int  # outputs after y
     bound: Bindings | None  # what runs the backward
+    tensors: tuple[bool, ...]  # which of x and the operands are tensors
+    next_functions: Sequence[tuple[torch.autograd.graph.Node | None, int]]  # of each tensor
     maybe_clear_saved_tensors: Callable[[], None]
     _input_metadata: Sequence[Tensor]  # the shape, dtype and device of each output
 
@@ -51,6 +54,8 @@ class Backward(NamedTuple):
     repeated: Mapping[int, int] | None = None
     """In a trace: places among x and the operands whose tensor the function gets only once, at an earlier place."""
     bound: "Bindings | None" = None
+    stores: bool = False
+    """Whether gradients go elsewhere than into autograd."""
 
 
 class PipelineFunction(torch.autograd.Function):
@@ -59,6 +64,8 @@ class PipelineFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: PipelineContext, forward: Stages, backward: Backward, x: Tensor, *operands: object) -> Outputs:
         ctx.backward_of, ctx.bound = backward, None
+        if backward.stores:
+            ctx.tensors = tuple([isinstance(each, Tensor) for each in (x, *operands)])
         if backward.bound is not None:
             outputs, tensors, ctx.shells, ctx.extra, ctx.bound = backward.bound([x, *operands])
         else:
@@ -135,6 +142,8 @@ def run_backward(
     `tensors` are the saved tensors if they are known: a checkpoint hands them out once.
     """
     needs, stages = ctx.needs_input_grad[2:], ctx.backward_of.stages
+    if ctx.backward_of.stores:
+        needs = _asked(ctx, needs)
     if repeated := ctx.backward_of.repeated:
         needs = tuple([needs[repeated.get(at, at)] for at in range(len(needs))])
     saved = unpack(ctx.shells, ctx.saved_tensors if tensors is None else tensors)
@@ -144,6 +153,13 @@ def run_backward(
         # Unless the graph is kept, the saved tensors of a stage are freed before the next stage runs.
         ctx.maybe_clear_saved_tensors()
     return None, None, *differentiate(stages, [gradients[0]], gradients[1 : 1 + ctx.extra], saved, needs)
+
+
+def _asked(ctx: PipelineContext, needs: Needs) -> Needs:
+    """Which gradients this backward asks for. `torch.autograd.grad(loss, x)` must store none of a weight."""
+    nodes = iter(ctx.next_functions)
+    of_each = [next(nodes)[0] if is_tensor else None for is_tensor in ctx.tensors]
+    return tuple([need and (node is None or is_asked(node)) for need, node in zip(needs, of_each, strict=True)])
 
 
 def differentiate(
@@ -313,7 +329,7 @@ def second_order(stages: Stages, name: str) -> Exact | Refused:
     """How backwards under `create_graph` go through the stages of the module `name`."""
     basics = tuple(basic for stage in stages for basic in stage.basics)
     refusal = next((basic.refusal for basic in basics if basic.refusal), "")
-    if any(stage.row_part is not None and stage.row_part.keeps for stage in stages):
+    if any("/" in stage.row_part for stage in stages):  # of those that keep tensors between calls
         refusal = refusal or "compiled, it is one op"
     return Refused(f"{name or 'a module'}: {refusal}") if refusal else Exact(basics)
 

@@ -133,6 +133,8 @@ class Op(Channels, KnownRoles):
     """Mixed in before an nn.Module. All ops link in order before anything runs. `link` refuses bad inputs."""
 
     takes_first_microbatch = True
+    handle: Tensor | None = None
+    """In a trace: by which ops find the module."""
     _rewritten: "Rewritten"
 
     @property
@@ -233,13 +235,14 @@ def run(
         count += op.extra_inputs
     if torch.compiler.is_dynamo_compiling():
         forward, backward, rolls, apply = stages, NO_BACKWARD, False, apply_in_graph
+        how: Any = ops
         if is_transformed():  # a transform would not find the backward of PipelineFunction, and give zeros
             again = second_order(stages, owner.__dict__.get("module_name", ""))
             again.check()
             apply = again.transformed
     else:
-        forward, backward, rolls = _rewritten(stages, owner.__dict__, is_forward_grad_enabled())
-        apply = RUNNER.apply
+        forward, backward, rolls = _rewritten(stages, ops, owner.__dict__, is_forward_grad_enabled())
+        how, apply = backward, RUNNER.apply
         if are_transforms_active() or forward_ad._current_level >= 0:  # `is_transformed`, in less host time
             assert backward.again is not None
             backward.again.check()
@@ -249,10 +252,10 @@ def run(
     for op, stage, before, parameters in linked:
         operands += op.operands(stage, before, next(accepted) if op.extra_inputs else (), *parameters)
     if info.device == "meta" or not torch.is_autocast_enabled(info.device):
-        y = apply(forward, backward, x, *operands)
+        y = apply(forward, how, x, *operands)
     else:  # operands are cast already: torch.autocast must not cast inside of products and epilogues
         with torch.autocast(info.device, enabled=False):
-            y = apply(forward, backward, x, *operands)
+            y = apply(forward, how, x, *operands)
     if backward.again is not None and backward.again.marks:
         y = y[0] if len(y) == 2 else y[:-1]
     if rolls and (output := y[0] if isinstance(y, tuple) else y).requires_grad:
@@ -305,7 +308,7 @@ REMEMBERED = 64
 
 
 def _rewritten(
-    stages: tuple[Stage, ...], owner: dict[str, Any], alone: bool
+    stages: tuple[Stage, ...], ops: Sequence[Op], owner: dict[str, Any], alone: bool
 ) -> tuple[tuple[Stage, ...], Backward, bool]:
     """The stages of forward, the backward, and whether nothing else rolls the delayed scales of forward."""
     cache: Rewritten = owner.setdefault("_rewritten", Rewritten())
@@ -314,11 +317,12 @@ def _rewritten(
     if entry is None:
         if len(cache) >= REMEMBERED:
             cache.clear()
-        forward, backward = rewrite(
-            tuple([stage.in_graph() for stage in stages])
-        )  # code behind a broken graph has such
+        # Code behind a broken graph has stages of a trace.
+        plain = tuple([stage.in_graph(op.handle) for op, stage in zip(ops, stages, strict=True)])
+        forward, backward = rewrite(plain)
         again = second_order(stages, owner.get("module_name", ""))
         rolls = any(stage.rolls_forward_alone for stage in stages)
-        of_backward = Backward(backward, again, alone)
+        stores = any(basic.stores for stage in backward for basic in stage.basics)
+        of_backward = Backward(backward, again, alone, stores=stores)
         entry = cache[key] = forward, of_backward._replace(bound=bindings_of(forward, of_backward)), rolls
     return entry

@@ -4,17 +4,37 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import SymInt, Tensor
 
 PLAIN = 4
 """How rows get an operand that is one plain tensor: four times the number of its parts, see `rows.flat`."""
 
+KEEPING = {"/None": None, "/True": True, "/False": False}
+"""Ends of the names of parts that keep tensors between calls, with their `is_first_microbatch`."""
 _CALL = "Tensor[] handles, str call, SymInt[] symbols"
 RUN = f"(Tensor x, Tensor?[] operands, {_CALL}) -> Tensor[]"
 DIFFERENTIATE = f"(Tensor dy, Tensor[] kept, Tensor? token, Tensor?[] sources, {_CALL}) -> Tensor[]"
 """Schemas of the ops of rows. Names of parts depend on them, since torch keeps graphs on disk."""
+
+
+class RowPart(NamedTuple):
+    """How a graph names a part of a row: as its fields with ";" between them."""
+
+    name: str
+    sinks: str = ""
+    """Where the gradients of its operands go, a digit for each; "" if autograd gets all."""
+
+    @staticmethod
+    def of(text: str) -> "RowPart":
+        """The inverse of `text`."""
+        return RowPart(*text.rsplit(";", 1))
+
+    @property
+    def text(self) -> str:
+        """The part as a string. Dynamo knows strings as constants."""
+        return ";".join(self)
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from duotone.errors import UserError
+from duotone.numbered import constant_in_traces
 from duotone.pipeline.autograd import differentiate, run_forward
 from duotone.pipeline.bound import Bindings
 from duotone.pipeline.bound_pipeline import opened_stages
 from duotone.pipeline.rewrites import RULES, rewrite
-from duotone.pipeline.row_call import RowCall
-from duotone.pipeline.stage import AUTOGRAD, RowPart, Stage, Stages, unpack
+from duotone.pipeline.row_call import RowCall, RowPart
+from duotone.pipeline.stage import AUTOGRAD, Stage, Stages, unpack
 from duotone.state.torch_private import constants_allowed, is_faking
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.plane import Planes, overlap, same_memory
@@ -96,10 +97,18 @@ class Part:
 
     stage: Stage
     """The stage of modules without states, and the one that tells shapes."""
-    of_module: Callable[[Tensor], tuple[Stage, Rows]] | None = None
-    """The stage of the module that a handle names, and where its rows are remembered."""
+    of_module: Callable[[Tensor, bool], tuple[Stage, Rows]] | None = None
+    """The stage of the module that a handle names, for a forward or for its backward, and where its rows are."""
     weight: Callable[[int, Sequence[Tensor]], Tensor] | None = None
     """The quantized weight over its parts. The number is the `how` of `flat`."""
+    sources: tuple[bool, ...] = ()
+    """Of its input and each operand, whether backward reads it as it is."""
+    input_grad: bool = True
+    """Whether backward gives its input a gradient."""
+    is_quantized: bool = False
+    """Whether a row may hold it without other quantized parts."""
+    recomputes: bool = False
+    """Whether backward encodes its input again."""
     keeps: bool = False
     """Whether what its forward keeps stays outside of the graph."""
     is_home: bool = False
@@ -117,8 +126,19 @@ PARTS: dict[str, Part] = {}
 
 def in_parts(stage: S, name: str, sources: tuple[bool, ...], input_grad: bool) -> S:
     """A stage without states that can be part of rows under a name. Equal names are of equal stages."""
-    PARTS.setdefault(name, Part(stage))
-    return replace(stage, row_part=RowPart(name, sources, False, input_grad))  # type: ignore[type-var]
+    PARTS.setdefault(name, Part(stage, sources=sources, input_grad=input_grad))
+    return replace(stage, row_part=RowPart(name).text)  # type: ignore[type-var]
+
+
+@constant_in_traces
+def is_quantized(row: str) -> bool:
+    """Whether a part of a row is quantized. `row` holds the parts as a graph names them."""
+    return any(part.is_quantized for part in parts_of([part.name for part in named(row)]))
+
+
+def named(row: str) -> list[RowPart]:
+    """The parts of a row as a graph names them."""
+    return [RowPart.of(text) for text in row.split(SEPARATOR)]
 
 
 def flat(operand: Tensor | None) -> tuple[list[Tensor | None], int]:
@@ -240,12 +260,12 @@ def _seed(inputs: Sequence[Any], seed: Tensor) -> Seed:
     return Seed(next(i for i, x in enumerate(inputs) if x is seed))
 
 
-def row_of(names: Sequence[str], handles: Sequence[Tensor]) -> tuple[Row, dict[Hashable, Structure]]:
+def row_of(names: Sequence[str], handles: Sequence[Tensor], is_forward: bool) -> tuple[Row, dict[Hashable, Structure]]:
     """The row of stages of these modules, and the structures of all rows of these names."""
     owners, stages, rows = iter(handles), list[Stage](), None
-    parts = _parts(names)
+    parts = parts_of(names)
     for part in parts:
-        stage, of_module = (part.stage, None) if part.of_module is None else part.of_module(next(owners))
+        stage, of_module = (part.stage, None) if part.of_module is None else part.of_module(next(owners), is_forward)
         stages.append(stage)
         rows = of_module if rows is None else rows
     home = _home(parts)
@@ -254,7 +274,7 @@ def row_of(names: Sequence[str], handles: Sequence[Tensor]) -> tuple[Row, dict[H
 
 def shapes_of(call: RowCall, tensors: list[Any]) -> list[Tensor]:
     """The results of a row of stages that know no module, without values. They are computed once for each layout."""
-    home = _home(parts := _parts(call.names))
+    home = _home(parts := parts_of(call.names))
     layouts = [None if each is None else (each.dtype, each.device, *each.shape, *each.stride()) for each in tensors]
     fixed = not any(isinstance(n, torch.SymInt) for layout in layouts if layout is not None for n in layout)
     known, key = home.shapes, (RULES.version, call.names, call.choice, *layouts)
@@ -270,7 +290,7 @@ def shapes_of(call: RowCall, tensors: list[Any]) -> list[Tensor]:
 
 def keeps(names: Sequence[str]) -> bool:
     """Whether what a row keeps for its backward stays outside of the graph."""
-    return any(part.keeps for part in _parts(names))
+    return any(part.keeps for part in parts_of(names))
 
 
 def _row(names: Sequence[str], stages: Stages, parts: Sequence[Part], rows: Rows) -> Row:
@@ -282,7 +302,8 @@ def _home(parts: Sequence[Part]) -> Part:
     return next(part for part in parts if part.is_home)
 
 
-def _parts(names: Sequence[str]) -> list[Part]:
+def parts_of(names: Sequence[str]) -> list[Part]:
+    """The parts of these names. UserError if their modules are gone."""
     try:
         return [PARTS[name] for name in names]
     except KeyError:

@@ -6,7 +6,7 @@ Modules and fusible ops are tuples of stages; `pipeline/autograd.py` runs them i
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
@@ -37,26 +37,6 @@ AUTOGRAD, ELSEWHERE, ELSEWHERE_WITH_ZEROS = 1, 2, 3
 """Where a gradient goes. Autograd gets zeros for the last kind, so that its hooks fire."""
 
 
-class RowPart(NamedTuple):
-    """What a trace knows of a stage that may be part of a row.
-
-    `sources`: of its input and each operand, whether backward reads it as it is. `is_quantized`: a row needs one such
-    part. `input_grad`: whether backward gives its input a gradient. `recomputes`: backward encodes its input again.
-    `records`: the amaxes of its weight, which FSDP2 gathered, are recorded as its scale is read. `sinks`: where the
-    gradient of the input and of each operand goes, if one goes elsewhere than to autograd.
-    """
-
-    name: str
-    sources: tuple[bool, ...]
-    is_quantized: bool
-    input_grad: bool
-    recomputes: bool = False
-    records: bool = False
-    sinks: tuple[int, ...] = ()
-    keeps: bool = False
-    """Whether what it keeps for backward stays outside of the graph."""
-
-
 class Stage:
     """One step. `arity` counts the operands (parameters, seeds, further inputs) of each basic stage that it stands for.
 
@@ -85,21 +65,20 @@ class Stage:
 
     waits = False
     """Whether backward leaves a product to a later call."""
+    stores = False
+    """Whether backward puts gradients elsewhere than into autograd."""
 
     def opened(self, slots: Mapping[Slot, Slot]) -> "Stage":
         """The stage of one call, which has opened slots."""
         return self
 
-    row_part: RowPart | None = None
-    """In a trace: how a row holds the stage. None for one that is no part of rows."""
+    row_part: str = ""
+    """In a trace: how rows name the stage, a `RowPart` as a string. "" for one that is no part of rows."""
+    has_owner = False
+    """In a trace: whether the ops of the stage use what only its module has, such as delayed scales."""
 
-    @property
-    def row_owner(self) -> Tensor | None:
-        """In a trace: the handle of the module whose states the stage uses in a row."""
-        return None
-
-    def in_graph(self) -> "Stage":
-        """In a trace: the stage outside of rows."""
+    def in_graph(self, handle: Tensor | None) -> "Stage":
+        """In a trace: the stage outside of rows. `handle` is that of its module, if it has an owner."""
         return self
 
     @property

@@ -134,6 +134,10 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         return {slot: slots[slot] for slot in SLOTS[mode]}
 
     @property
+    def handle(self) -> Tensor:  # type: ignore[override]
+        return self.plans.handle
+
+    @property
     def weights(self) -> tuple[nn.Parameter, ...]:
         """The weights: one for each linear of this module."""
         return (self.weight,)

@@ -21,6 +21,7 @@ from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD, USE_IN_GRAPH
 from duotone.linear.sink import GRADIENT, main_grad
 from duotone.numbered import ByName
 from duotone.pipeline.op import TensorInfo
+from duotone.pipeline.row_call import RowPart
 from duotone.pipeline.rows import Rows
 from duotone.pipeline.saved_forwards import KEEPS
 from duotone.pipeline.slot_roles import ConsumerRoles
@@ -28,9 +29,10 @@ from duotone.pipeline.titles import title
 from duotone.planned import delayed_states, trace_errors, traced_stages
 from duotone.planned.answers import content, shared
 from duotone.planned.parametrizations import reads_without_effect, weights_of
+from duotone.planned.row_parts import add_parts
 from duotone.planned.same_recipes import WRAPPED
 from duotone.planned.sent_weights import require_planes
-from duotone.planned.traced_stages import Call, TracedSlot, add_parts
+from duotone.planned.traced_stages import Call, TracedSlot
 from duotone.planned.weight_options import WeightOptions
 from duotone.planned.weights import demand, follow, is_sent, lacks_rowwise, records_amaxes
 from duotone.recipes.recipe import Recipe, drop_dead
@@ -233,15 +235,13 @@ class Planner:
         input_held = "" if info.quantizer is None else info.quantizer.words
         formats = traced_stages.formats_of(quantizer)
         where = (info.place, str(info.dtype), group, weight_dtype is not info.dtype, formats, input_held)
-        name = traced_stages.plan_name(
-            (self.config, getattr(self.answered, recipe.key), recipe.key, *grads, mode.value, *where)
-        )
+        key = self.config, getattr(self.answered, recipe.key), recipe.key, *grads, mode.value
+        name = traced_stages.plan_name((*key, *where))
         stage = traced_stages.template_of(name).stage
         if quantizer is not None and any(records_amaxes(weight) for weight in module.weights):
-            if not isinstance(stage, LinearStage) or stage.row_part is None or not quantizer.delayed[0]:
+            if not isinstance(stage, LinearStage) or not stage.row_part or not quantizer.delayed[0]:
                 trace_errors.refuse_amaxes()
-            stage = stage.recording_weight()
-        return stage if stage.plan.is_shared else stage.of_module(self.handle)
+        return stage
 
     def answer(self, recipe: Recipe) -> dict[str, Quantizer]:
         """The quantizer that a recipe gives each slot. A recipe that is a function is called once per slot."""
@@ -262,8 +262,8 @@ class Planner:
         members = range(module.num_gemms)
         plans = [plan.with_slots(partial(TracedSlot, name, member)) if plan.is_delayed else plan for member in members]
         part = f"{name}@{plan.digest}"
-        row = plan.row_part(part)
-        stage = module.make_stage([LinearStage(each, GRADIENT, part, None, row) for each in plans])
+        row = RowPart(part).text if plan.is_row_part else ""
+        stage = module.make_stage([LinearStage(each, GRADIENT, part, row, not plan.is_shared) for each in plans])
         add_parts(part, name, stage, module)
         return stage
 
@@ -372,17 +372,18 @@ class Planner:
                 f"{title(module)}: under delayed scaling gather_quantized encodes a weight for each microbatch; "
                 "leave is_first_microbatch out, or use quantized parameters (duotone.convert_parameters)"
             )
+        self.options.require_parameters()
         compiling = torch.compiler.is_dynamo_compiling()
         if isinstance(first, Tensor):
             if compiling or first.numel() != 1:
                 raise UserError(f"{title(module)}: is_first_microbatch as a tensor has one element, in eager code")
-            if first.device != (device := module.weights[0].device):
-                raise UserError(f"is_first_microbatch is on {first.device} and the weight on {device}; move it there")
+            if first.device != (place := module.weights[0].device):
+                raise UserError(f"is_first_microbatch is on {first.device} and the weight on {place}; move it there")
             self.options.flag = first
         if compiling and stage.plan.input.source is USE_IN_GRAPH:
             raise UserError(f"{title(module)}: {KEEPS}, and compiled take no quantized input: dequantize it")
         if compiling and not isinstance(first, Tensor):
-            return stage.in_rows(self.handle, self.options.row_part(stage, first))
+            return stage.in_rows(self.options.row_part(stage, first).text)
         # A recompute is no new microbatch.
         return self._variant(stage, first, first is True and mode_now() in (AmaxMode.RECORD, AmaxMode.DEFER))
 

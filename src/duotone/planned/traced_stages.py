@@ -9,7 +9,6 @@ import gc
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
@@ -17,14 +16,11 @@ from torch import Tensor
 from torch._guards import TracingContext
 
 from duotone.errors import UserError
-from duotone.graph_ops import STATEFUL, define_op
-from duotone.linear.core import LinearStage
 from duotone.linear.layout import Layout
-from duotone.linear.sink import GRADIENT
 from duotone.numbered import ByName, Numbered, attribute_name, constant_in_traces, with_guards, without_guards
 from duotone.pipeline.op import is_distributed
-from duotone.pipeline.rows import PARTS, Part, Rows, held_weight
-from duotone.pipeline.stage import Saved, Stage
+from duotone.pipeline.row_call import KEEPING
+from duotone.pipeline.rows import PARTS
 from duotone.planned.answers import Answers, shared, warn_of_identities
 from duotone.planned.parametrizations import reads_without_effect
 from duotone.planned.trace_errors import leave_to_eager
@@ -33,7 +29,6 @@ from duotone.state import seeds
 from duotone.state.delayed_slot import define_slot_ops
 from duotone.state.frames import is_trace_recomputed
 from duotone.state.region import AMAX_MODES, AmaxMode
-from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import Slot
 from duotone.tensor.quantizer import TRACED, Quantizer, name_quantizer
 
@@ -177,83 +172,12 @@ class TracedSlot(Slot):
         return torch.ops.duotone.traced_planes(x, *where, row, col, propagate)
 
 
-class ShapeSlot(Slot):
-    """A slot of a stage that only tells shapes."""
-
-    def scale_for(self, x: Tensor) -> Tensor:
-        return x.new_empty(1, dtype=torch.float32)
-
-    scale_now = scale_for
-
-
-@dataclass(frozen=True, eq=False)
-class ShapesOfGroup(Stage):
-    """A group that only tells the shape of its output. `arity` is that of the group."""
-
-    arity: tuple[int, ...]  # type: ignore[misc]
-
-    def forward(self, x: Tensor, *operands: Any) -> tuple[Tensor, Saved]:
-        return x.new_empty((*x.shape[:-1], operands[2].shape[0])), ()
-
-
-KEEPING = {"/None": None, "/True": True, "/False": False}
-"""Ends of the names of parts that keep tensors between calls, with their `is_first_microbatch`."""
-
-
-def add_parts(name: str, template: str, stage: "PlannedStage", module: "Planned") -> None:
-    """Let rows hold a stage under a name, if they can, and its variants that keep tensors between calls."""
-    plan = stage.plan
-    with reads_without_effect(module):
-        held = module.weight_held and held_weight(module.weight_held, module.weights[0])
-    shapes: Stage = ShapesOfGroup(stage.arity)
-    if isinstance(stage, LinearStage):
-        shapes = LinearStage(plan.with_slots(lambda *_: ShapeSlot()) if plan.is_delayed else plan, GRADIENT)
-        of_one = None if plan.is_shared else partial(of_module, template)
-        PARTS[name] = Part(shapes, of_one, held, is_home=True)
-    for end, first in KEEPING.items():
-        of_one = partial(keeping_of_module, template, first)
-        PARTS[name + end] = Part(shapes, of_one, held, keeps=True, is_home=True)
-
-
-def of_module(template: str, handle: Tensor) -> "tuple[PlannedStage, Rows]":
-    """The stage of the module that a handle names, and where its rows are remembered."""
-    planner = planner_of(handle)
-    return planner.follow(template)[1], planner.rows
-
-
-def keeping_of_module(template: str, first: bool | None, handle: Tensor) -> "tuple[PlannedStage, Rows]":
-    """`of_module` with the caches and sinks of the module. `first`: see `Planner.variant`."""
-    planner = planner_of(handle)
-    return planner.eager_stage(template, first), planner.rows
-
-
 def _slot(handle: Tensor, *place: Any) -> Slot:
     return owner_of(handle).slot(*place)
 
 
 PLACE = "Tensor handle, str plan, int member, str operand, int side"
 define_slot_ops("traced", PLACE, _slot)
-
-
-def _recorded(scale: Tensor, handle: Tensor, plan: str, member: int) -> Tensor:
-    planner = planner_of(handle)
-    _, stage = planner.follow(plan)
-    weight, operand = planner.module.weights[member], stage.linears[member].plan.weight
-    if isinstance(weight, QuantizedTensor) and weight.gathers is not None:
-        weight.gathers.record(operand.context.slots, operand.usage)
-    return scale.clone()
-
-
-def _empty_recorded(scale: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(scale)
-
-
-define_op(
-    "traced_recorded(Tensor scale, Tensor handle, str plan, int member) -> Tensor",
-    _recorded,
-    _empty_recorded,
-    tags=STATEFUL,
-)
 
 
 def move(planner: "Planner", old: str, new: str) -> None:

@@ -1,7 +1,6 @@
 """Options of weights that are not part of the plan: cached planes, and gradients that do not go to autograd."""
 
 import weakref
-from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,12 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from duotone.errors import MissingPlaneError
+from duotone.errors import MissingPlaneError, UserError
 from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage
 from duotone.linear.plane_source import ENCODE_NOW, WeightCache
-from duotone.linear.sink import GRADIENT, Deferred, Product, Sink, ToMainGrad
-from duotone.pipeline.stage import AUTOGRAD, ELSEWHERE, ELSEWHERE_WITH_ZEROS, RowPart
+from duotone.linear.sink import GRADIENT, Deferred, Queue, Sink, ToMainGrad
+from duotone.pipeline.row_call import RowPart
+from duotone.pipeline.stage import AUTOGRAD, ELSEWHERE, ELSEWHERE_WITH_ZEROS
 from duotone.pipeline.titles import title
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class WeightOptions:
     def __init__(self, module: "weakref.ref[Planned]") -> None:
         self.module = module
         self.caches: dict[int, WeightCache] = {}
-        self.queues: dict[int, deque[tuple[Product, Tensor, Sink]]] = {}
+        self.queues: dict[int, Queue] = {}
         self.flag: Tensor | None = None
         """`is_first_microbatch` of the last call, if a tensor."""
         self.hooks: list[Callable[[], None]] = []
@@ -45,20 +45,26 @@ class WeightOptions:
             plan = replace(plan, weight=plan.weight.from_cache(source, plan.input_grad))
         return replace(stage, plan=plan, sink=self._sink(member, overwrites))
 
+    def require_parameters(self) -> None:
+        """UserError if gradients are put off, and a weight is computed, so that they would be lost."""
+        module = self.module()
+        assert module is not None
+        if module.delay_wgrad_compute and not all([weight.is_leaf for weight in module.weights]):
+            raise UserError(
+                f"{title(module)}: delay_wgrad_compute gives gradients to parameters, and this weight is computed, as "
+                "by a parametrization; leave the option out"
+            )
+
     def row_part(self, stage: LinearStage | GroupedStage, first: bool | None) -> RowPart:
-        """In a trace: how rows hold a stage that keeps tensors between calls. `first`: see `Planner.variant`."""
-        module, plan, row = self.module(), stage.plan, stage.row_part
+        """In a trace: how rows name a stage that keeps tensors between calls. `first`: see `Planner.variant`."""
+        module = self.module()
         assert module is not None
         fuses, waits = module.fuse_wgrad_accumulation, module.delay_wgrad_compute
         sink = ELSEWHERE if fuses or waits else AUTOGRAD
         is_marked = [fuses and not waits and hasattr(w, "grad_added_to_main_grad") for w in module.weights]
         sinks = [ELSEWHERE_WITH_ZEROS if marked else sink for marked in is_marked]
-        of_each = [False] * len(sinks)
-        shares = stage.ordered((False, False, [plan.weight.may_share] * len(sinks), of_each))
-        of_operands = [sink or AUTOGRAD for sink in stage.ordered((None, None, sinks, of_each))]
-        sources = plan.input.may_share, *[share is True for share in shares]
-        records, name = row is not None and row.records, f"{stage.name}/{first}"
-        return RowPart(name, sources, True, plan.input_grad, False, records, (AUTOGRAD, *of_operands), keeps=True)
+        of_operands = stage.ordered((AUTOGRAD, AUTOGRAD, sinks, [AUTOGRAD] * len(sinks)))
+        return RowPart(f"{stage.name}/{first}", "".join([str(each or AUTOGRAD) for each in of_operands]))
 
     @torch.no_grad()
     def backward_dw(self, module: "Planned") -> None:
@@ -98,5 +104,5 @@ class WeightOptions:
             sink = ToMainGrad(lambda: None if (alive := owner()) is None else alive.weights[member], overwrites)
         if module.delay_wgrad_compute and module.weights[member].requires_grad:
             module.weights[member].skip_backward_post_hook = True  # type: ignore[attr-defined]
-            sink = Deferred(self.queues.setdefault(member, deque()), sink)
+            sink = Deferred(self.queues.setdefault(member, Queue()), sink)
         return sink

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +108,9 @@ class DelayedState(nn.Module):
         return self
 
     def _note_write(self) -> None:
-        self.step.version = self.scale._version
+        scale = self._buffers["scale"]
+        assert scale is not None
+        self.step.version = 0 if scale.is_inference() else scale._version  # an inference tensor counts no writes
 
     @property
     def is_foreign(self) -> bool:
@@ -115,7 +118,8 @@ class DelayedState(nn.Module):
 
         A load of a state_dict does not count.
         """
-        return self._buffers["scale"]._version != self.step.version  # type: ignore[union-attr]
+        scale = self._buffers["scale"]
+        return scale is not None and not scale.is_inference() and scale._version != self.step.version
 
     def adopt(self, parameters: History) -> None:
         """Follow other parameters. The scales and the newest entries of the history stay."""
@@ -230,7 +234,8 @@ class DelayedState(nn.Module):
         step = self.step
         step.now.rolled = before, place
         step.before, step.now, step.deferred, step.is_first = step.now, Scales(), False, False
-        step.version = self.scale._version  # as `_note_write`, in less host time
+        scale: Any = self._buffers["scale"]
+        step.version = 0 if scale.is_inference() else scale._version  # as `_note_write`, in less host time
 
     def _load_from_state_dict(
         self,

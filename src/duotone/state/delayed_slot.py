@@ -130,7 +130,7 @@ class DelayedSlot(Slot):
         state, mode, running = self.owner or state_of(self.state), self.mode, graph_task_id() != -1
         if running and mode is AmaxMode.RECORD and not self.backward:
             mode = AmaxMode.RECOMPUTE  # a graph that was compiled for the forward, recomputing
-        if mode is AmaxMode.USE and state.is_foreign:
+        if mode is AmaxMode.USE and state.is_foreign:  # a scale that clips gives way
             mode = AmaxMode.FIT
         step = state.step
         earlier = frames.recomputed() if running and not self.backward else None

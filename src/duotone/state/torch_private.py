@@ -46,6 +46,15 @@ ENGINE, COMPILED = "_engine_run_backward", "_functorch"
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 """Call a function at the end of the outermost backward of this thread."""
 
+
+def is_asked(node: torch.autograd.graph.Node) -> bool:
+    """In a backward: whether it runs a node. torch refuses to tell of a leaf that `torch.autograd.grad` asks for."""
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined,no-any-return]
+    except RuntimeError:
+        return True
+
+
 has_thread_object = torch._C._is_key_in_tls
 thread_object = torch._C._get_obj_in_tls
 """An object of a thread. torch hands it to the threads of the backwards that this thread starts."""

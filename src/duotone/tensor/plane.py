@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from duotone.comm import all_gather
 from duotone.dispatch.cast_ops import named_parts
@@ -297,6 +298,11 @@ def after(x: Tensor, scale: Tensor) -> Tensor:
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two buffers are views of one storage. It may have no address: meta, fake or empty."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def location_of(x: Tensor) -> tuple[object, ...]:
+    """The storage, offset and strides of a tensor. The weak reference prevents that the address is used again."""
+    return StorageWeakRef(x.untyped_storage()), x.storage_offset(), x.stride()
 
 
 def memory_of(x: Tensor) -> tuple[int, int, int]:

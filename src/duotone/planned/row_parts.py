@@ -1,0 +1,87 @@
+"""What the names of linears and groups in rows stand for: their shapes, and how an op finds the stage of one module."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from duotone.linear.core import LinearStage
+from duotone.linear.operand_plan import REENCODE_IN_GRAPH
+from duotone.linear.plane_source import USE_HELD
+from duotone.linear.sink import GRADIENT
+from duotone.pipeline.row_call import KEEPING
+from duotone.pipeline.rows import PARTS, Part, Rows, held_weight
+from duotone.pipeline.stage import Saved, Stage
+from duotone.planned.parametrizations import reads_without_effect
+from duotone.planned.traced_stages import planner_of
+from duotone.planned.weights import records_amaxes
+from duotone.tensor.context import Slot
+
+if TYPE_CHECKING:
+    from duotone.planned.planned import Planned
+    from duotone.planned.planner import PlannedStage
+
+
+class ShapeSlot(Slot):
+    """A slot of a stage that only tells shapes."""
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        return x.new_empty(1, dtype=torch.float32)
+
+    scale_now = scale_for
+
+
+@dataclass(frozen=True, eq=False)
+class ShapesOfGroup(Stage):
+    """A group that only tells the shape of its output. `arity` is that of the group."""
+
+    arity: tuple[int, ...]  # type: ignore[misc]
+
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Tensor, Saved]:
+        return x.new_empty((*x.shape[:-1], operands[2].shape[0])), ()
+
+
+def add_parts(name: str, template: str, stage: "PlannedStage", module: "Planned") -> None:
+    """Let rows hold a stage under a name, if they can, and its variants that keep tensors between calls."""
+    plan, member = stage.plan, stage.linears[0]
+    with reads_without_effect(module):
+        held = module.weight_held and held_weight(module.weight_held, module.weights[0])
+    shapes: Stage = ShapesOfGroup(stage.arity)
+    shares = stage.ordered((False, False, [plan.weight.may_share] * len(stage.linears), [False] * len(stage.linears)))
+    part = Part(shapes, None, held, (plan.input.may_share, *map(bool, shares)), plan.input_grad, True, is_home=True)
+    if stage is member:
+        part.stage = LinearStage(plan.with_slots(lambda *_: ShapeSlot()) if plan.is_delayed else plan, GRADIENT)
+        of_one = None if plan.is_shared else partial(of_module, template)
+        sources = *part.sources[:-1], plan.seeds > 0  # a seed, beside the saved tensors
+        recomputes = plan.input.backward is REENCODE_IN_GRAPH
+        PARTS[name] = replace(part, of_module=of_one, sources=sources, recomputes=recomputes)
+    for end, first in KEEPING.items():
+        PARTS[name + end] = replace(part, of_module=partial(keeping_of_module, template, first), keeps=True)
+
+
+def of_module(template: str, handle: Tensor, is_forward: bool) -> "tuple[PlannedStage, Rows]":
+    """The stage of the module that a handle names, and where its rows are remembered."""
+    planner = planner_of(handle)
+    stage = planner.follow(template)[1]
+    if is_forward and stage.plan.weight.source is USE_HELD:
+        _record_gathered(stage, planner.module.weights)
+    return stage, planner.rows
+
+
+def keeping_of_module(
+    template: str, first: bool | None, handle: Tensor, is_forward: bool
+) -> "tuple[PlannedStage, Rows]":
+    """`of_module` with the caches and sinks of the module. `first`: see `Planner.variant`."""
+    _, rows = of_module(template, handle, is_forward)
+    return planner_of(handle).eager_stage(template, first), rows
+
+
+def _record_gathered(stage: "PlannedStage", weights: Sequence[Tensor]) -> None:
+    """Record the amaxes of weights that FSDP2 gathered. Rows get their planes, which do not know them."""
+    for linear, weight in zip(stage.linears, weights, strict=True):
+        if records_amaxes(weight):
+            operand = linear.plan.weight
+            weight.gathers.record(operand.context.slots, operand.usage)  # type: ignore[attr-defined]
