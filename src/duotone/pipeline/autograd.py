@@ -14,6 +14,7 @@ from duotone.errors import UserError
 from duotone.graph_ops import as_of_now
 from duotone.numbered import never_compiled
 from duotone.pipeline.bound import Bindings
+from duotone.pipeline.row_call import RowPart
 from duotone.pipeline.second_order import Exact
 from duotone.pipeline.stage import Gradients, Needs, Saved, SavedContext, Shells, Stages, pack, unpack
 from duotone.state.frames import FORWARD
@@ -329,7 +330,7 @@ def second_order(stages: Stages, name: str) -> Exact | Refused:
     """How backwards under `create_graph` go through the stages of the module `name`."""
     basics = tuple(basic for stage in stages for basic in stage.basics)
     refusal = next((basic.refusal for basic in basics if basic.refusal), "")
-    if any("/" in stage.row_part for stage in stages):  # of those that keep tensors between calls
+    if any(stage.row_part and RowPart.of(stage.row_part).keeps for stage in stages):
         refusal = refusal or "compiled, it is one op"
     return Refused(f"{name or 'a module'}: {refusal}") if refusal else Exact(basics)
 

@@ -185,7 +185,7 @@ def apply_in_graph(stages: Stages, ops: Sequence[HasHandle], x: Tensor, *operand
 
 def _apply_run(run: Stages, ops: Sequence[HasHandle], x: Tensor, operands: Sequence[Any]) -> Sequence[Any]:
     """The outputs of neighbours of which all or none have row parts."""
-    row = SEPARATOR.join([stage.row_part for stage in run])
+    row = SEPARATOR.join([stage.row_part for stage in run]) if run[0].row_part else ""
     if row and is_quantized(row) and not torch.compiler._is_exporting_flag:
         handles = [op.handle for op, stage in zip(ops, run, strict=True) if stage.has_owner]
         return (torch.ops.duotone.differentiable_row(x, [*operands], handles, row),)

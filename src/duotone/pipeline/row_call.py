@@ -32,6 +32,11 @@ class RowPart(NamedTuple):
         return RowPart(*text.rsplit(";", 1))
 
     @property
+    def keeps(self) -> bool:
+        """Whether it keeps tensors between calls."""
+        return self.name.endswith(tuple(KEEPING))
+
+    @property
     def text(self) -> str:
         """The part as a string. Dynamo knows strings as constants."""
         return ";".join(self)

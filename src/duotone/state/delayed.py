@@ -254,6 +254,11 @@ class DelayedState(nn.Module):
             state_dict[key] = history.resized(saved, self.amax_history.shape[0])
         self._new, self.step.is_first = None, self.step.is_first and saved is None
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, [], unexpected, errors)
+        with torch.no_grad():  # a checkpoint in fp16 holds infinite scales: these slots start anew
+            self.scale, self.amax_history = self.scale.float(), self.amax_history.float()
+            lost = ~(torch.isfinite(self.scale) & (self.scale > 0))
+            self.scale.masked_fill_(lost, 1.0)
+            self.amax_history.masked_fill_(lost, 0.0)
         self._note_write()
         if self.events.is_meta and not self.scale.is_meta:  # assign=True gave the state its memory
             self.events = torch.zeros_like(self.events, device=self.scale.device)
