@@ -106,8 +106,8 @@ class RowFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, handles: list[Tensor], row: str, x: Tensor, *operands: Tensor | None) -> Tensor:
-        parts, names = named(row), [part.name for part in named(row)]
-        known = parts_of(names)
+        parts = named(row)
+        known = parts_of(names := tuple([part.name for part in parts]))
         of_operands = [is_source for part in known for is_source in part.sources[1:]]
         flat_parts, held, flags = list[Tensor | None](), list[int](), [known[0].sources[0]]
         for operand, is_source in zip(operands, of_operands, strict=True):
@@ -116,7 +116,7 @@ class RowFunction(torch.autograd.Function):
             flat_parts += of_operand
             flags += [is_source] * len(of_operand)
         numbers, symbols = numbers_of(x, operands)
-        call = RowCall(tuple(names), tuple(held), tuple(flags), numbers=numbers)
+        call = RowCall(names, tuple(held), tuple(flags), numbers=numbers)
         run = torch.ops.duotone.stateful_row if handles else torch.ops.duotone.row
         y, *kept = run(x, flat_parts, handles, call.text, symbols)
         ctx.call, ctx.symbols, ctx.count, ctx.handles = call, symbols, len(kept), handles

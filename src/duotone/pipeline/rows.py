@@ -18,7 +18,7 @@ from duotone.pipeline.autograd import differentiate, run_forward
 from duotone.pipeline.bound import Bindings
 from duotone.pipeline.bound_pipeline import opened_stages
 from duotone.pipeline.rewrites import RULES, rewrite
-from duotone.pipeline.row_call import RowCall, RowPart
+from duotone.pipeline.row_call import PLAIN, RowCall, RowPart
 from duotone.pipeline.stage import AUTOGRAD, Stage, Stages, unpack
 from duotone.state.torch_private import constants_allowed, is_faking
 from duotone.tensor import QuantizedTensor, Quantizer
@@ -199,7 +199,7 @@ class Row:
         x, *parts = inputs
         of_parts = iter(parts)
         operands = [
-            _operand(make, code % 4, [next(of_parts) for _ in range(code // 4)])
+            _operand(make, code % PLAIN, [next(of_parts) for _ in range(code // PLAIN)])
             for make, code in zip(self.weights, held, strict=True)
         ]
         (y,), saved, shells, _ = run_forward(stages, None, x, tuple(operands))

@@ -377,8 +377,8 @@ class Planner:
         if isinstance(first, Tensor):
             if compiling or first.numel() != 1:
                 raise UserError(f"{title(module)}: is_first_microbatch as a tensor has one element, in eager code")
-            if first.device != (place := module.weights[0].device):
-                raise UserError(f"is_first_microbatch is on {first.device} and the weight on {place}; move it there")
+            if first.device != (device := module.weights[0].device):
+                raise UserError(f"is_first_microbatch is on {first.device} and the weight on {device}; move it there")
             self.options.flag = first
         if compiling and stage.plan.input.source is USE_IN_GRAPH:
             raise UserError(f"{title(module)}: {KEEPS}, and compiled take no quantized input: dequantize it")
