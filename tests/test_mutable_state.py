@@ -103,7 +103,7 @@ ALLOWED = {
     "planned.traced_stages._GONE": GRAPHS,
     "planned.answers._CONTENTS": GRAPHS,
     "planned.traced_stages._OWNERS": GRAPHS,
-    "planned.traced_stages.RECOMPUTED": GRAPHS,
+    "planned.base.RECOMPUTED": GRAPHS,
     "planned.traced_stages._NAMES": GRAPHS,
     "tensor.quantized.OPS": REGISTRY,
     "tensor.quantizer.TRACED": GRAPHS,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from duotone.errors import RecipeError
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from duotone.pipeline.titles import title
+from duotone.planned.base import PlannedModule
 from duotone.planned.parametrizations import weights_of
 from duotone.recipes.delayed import check_requests
 from duotone.recipes.roles import Site
@@ -27,9 +28,6 @@ from duotone.tensor.fsdp import shard_of
 from duotone.tensor.gathers import shard_behind
 from duotone.tensor.history import clips
 from duotone.tensor.plane_tensor import PlaneTensor, plain
-
-if TYPE_CHECKING:
-    from duotone.planned.planned import Planned
 
 FORWARD_STATE, BACKWARD_STATE = "duotone_forward", "duotone_backward"
 FIRST = {"input": 0, "weight": 2}
@@ -65,7 +63,7 @@ def require_reduction(module: object, plan: LinearPlan, group: str) -> None:
         )
 
 
-def states_for(module: "Planned", plan: LinearPlan, device: torch.device | None = None) -> tuple[str, str]:
+def states_for(module: PlannedModule, plan: LinearPlan, device: torch.device | None = None) -> tuple[str, str]:
     """The numbers of the forward and the backward state, created or adjusted to the plan, with loaded values.
 
     `device`: where the module computes, if its weights are elsewhere now.
@@ -80,7 +78,7 @@ def states_for(module: "Planned", plan: LinearPlan, device: torch.device | None 
     return forward.number, backward.number
 
 
-def states_of_call(module: "Planned", plan: LinearPlan, group: str, mode: AmaxMode) -> tuple[str, str]:
+def states_of_call(module: PlannedModule, plan: LinearPlan, group: str, mode: AmaxMode) -> tuple[str, str]:
     """Like `states_for`. A state that is a copy then rolls when its original does."""
     numbers = states_for(module, plan)
     if mode is not AmaxMode.USE:
@@ -136,7 +134,7 @@ def name_on_all_ranks(module: HoldsStates) -> str:
     return "" if counted else module.module_name
 
 
-def save(module: "Planned") -> None:
+def save(module: PlannedModule) -> None:
     """Set both states aside until a recipe needs them again, like states of a checkpoint."""
     for name in STATES:
         state = module._modules.get(name)
@@ -145,7 +143,7 @@ def save(module: "Planned") -> None:
     drop(module)
 
 
-def forget(module: "Planned") -> None:
+def forget(module: PlannedModule) -> None:
     """Make all slots new: the next amax of each decides its scale."""
     for name in STATES:
         state = module._modules.get(name)
@@ -153,7 +151,7 @@ def forget(module: "Planned") -> None:
             state.forget(range(len(state.largest)))
 
 
-def drop(module: "Planned") -> None:
+def drop(module: PlannedModule) -> None:
     """Remove both states. The caller also forgets the plans that refer to them."""
     for name in STATES:
         module._modules.pop(name, None)
@@ -181,7 +179,7 @@ def start_anew(
             state.forget(range(len(state.largest)))
 
 
-def prepare_load(module: "Planned", state_dict: dict[str, Tensor], prefix: str) -> None:
+def prepare_load(module: PlannedModule, state_dict: dict[str, Tensor], prefix: str) -> None:
     """Fit the scales to the weights of a checkpoint: its scales, new ones if it has none or if they would clip.
 
     A module loads its parameters before its states, and clipped values of quantized weights stay clipped. All ranks
@@ -205,7 +203,7 @@ def prepare_load(module: "Planned", state_dict: dict[str, Tensor], prefix: str) 
                 state_dict.update({f"{start}{part}": value.clone() for part, value in state.state_dict().items()})
 
 
-def renew_outgrown(module: "Planned") -> bool:
+def renew_outgrown(module: PlannedModule) -> bool:
     """Make all slots new if a weight is far above the range of its scale. Returns whether it was.
 
     So are weights that something other than training wrote after their last forward.
@@ -249,7 +247,7 @@ def _clips(state: DelayedState, slot: int, weight: QuantizedTensor, values: Tens
     return bool(clips(amax, state.scale[slot], state.largest[slot]))
 
 
-def weight_context(module: "Planned", plan: LinearPlan, member: int = 0) -> QuantizeContext:
+def weight_context(module: PlannedModule, plan: LinearPlan, member: int = 0) -> QuantizeContext:
     """The context that encodes a weight for storage, and records nothing. Codes are uint8.
 
     The scale is that of the module's state if it does not clip the weight, else it follows from the weight.

@@ -22,13 +22,13 @@ from duotone.errors import UserError
 from duotone.linear.layout import GatheringShards, ScatteringShards, Sharded
 from duotone.pipeline.op import is_distributed, refuse_distributed
 from duotone.pipeline.titles import title
+from duotone.planned.base import PlannedModule
 from duotone.planned.split_parameters import joined, parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
     from duotone.pipeline.spread import Spread
-    from duotone.planned.linear import PlannedLinear
 
 
 class Placed(NamedTuple):
@@ -42,7 +42,7 @@ class Placed(NamedTuple):
     """The placement of the gradients of weight and bias before their sum over the ranks. None without a sum."""
 
 
-def placed(module: "PlannedLinear", x: "Spread | None") -> Placed:
+def placed(module: PlannedModule, x: "Spread | None") -> Placed:
     """The layout and placements of a call with an input placed like `x`. UserError if the weight does not fit it."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -72,7 +72,7 @@ def placed(module: "PlannedLinear", x: "Spread | None") -> Placed:
     )
 
 
-def _even(module: "PlannedLinear", x: "Spread", dim: int) -> int:
+def _even(module: PlannedModule, x: "Spread", dim: int) -> int:
     """`dim` from 0 on. UserError if it is the last one, or if the ranks do not divide it."""
     at = dim + len(x.shape) if dim < 0 else dim
     if not 0 <= at < x.last or x.shape[at] % x.mesh.size():
@@ -83,7 +83,7 @@ def _even(module: "PlannedLinear", x: "Spread", dim: int) -> int:
     return at
 
 
-def _on_one_mesh(module: "PlannedLinear", x: "Spread | None") -> tuple["Spread", "Placement"]:
+def _on_one_mesh(module: PlannedModule, x: "Spread | None") -> tuple["Spread", "Placement"]:
     """How the input lies, and the placement of the weight on the same mesh. UserError if there is no such mesh."""
     from duotone.pipeline.spread import placement_of
 
@@ -105,7 +105,7 @@ def _on_one_mesh(module: "PlannedLinear", x: "Spread | None") -> tuple["Spread",
     return x, placement_of(weight, f"the weight of {name}")
 
 
-def local_operands(module: "PlannedLinear", x: "Spread | None") -> tuple[Sharded, Tensor, Tensor | None]:
+def local_operands(module: PlannedModule, x: "Spread | None") -> tuple[Sharded, Tensor, Tensor | None]:
     """The layout of a call and this rank's weight and bias, whose gradients become DTensors like the parameters."""
     from duotone.pipeline.spread import placement_of, to_local
 

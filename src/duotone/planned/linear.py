@@ -41,8 +41,6 @@ class PlannedLinear(Planned):
     bias: nn.Parameter | None
     module_type = "linear"
     return_bias = False
-    scatter_dim: int | None = None
-    """The dimension of outputs that is cut over the ranks after their sum, if the weight is a DTensor of Shard(1)."""
     stored_weight = "weight"
     """The parameter that is the weight (out_features, in_features). "" if `linear_weight` computes it."""
 
@@ -70,10 +68,6 @@ class PlannedLinear(Planned):
     @property
     def pipeline(self) -> tuple[Op, ...] | None:
         return (self,) if type(self).forward is PlannedLinear.forward and not self.return_bias else None
-
-    @property
-    def weights(self) -> tuple[nn.Parameter, ...]:
-        return (self.weight,)
 
     @property
     def linear_weight(self) -> Tensor:

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, cached
 
-if TYPE_CHECKING:
-    from duotone.planned.planned import Planned
+from duotone.planned.base import PlannedModule
 
 
 @contextmanager
@@ -27,7 +25,7 @@ def reads_without_effect(model: nn.Module) -> Iterator[None]:
             buffer.data.copy_(before)
 
 
-def weights_of(module: "Planned") -> Sequence[Tensor]:
+def weights_of(module: PlannedModule) -> Sequence[Tensor]:
     """The weights of a module, read without effect."""
     with reads_without_effect(module):
         return module.weights

@@ -4,37 +4,35 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
 
 from duotone.linear.core import LinearStage
-from duotone.linear.layout import WHOLE, Layout, parallel_layout
+from duotone.linear.layout import parallel_layout
 from duotone.linear.plan import GemmPlan, LinearPlan
-from duotone.pipeline.op import Op, info_of, is_distributed
-from duotone.pipeline.slot_roles import BoundaryRoles, ConsumerRoles
+from duotone.pipeline.op import info_of, is_distributed
+from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.planned import delayed_states, traced_stages
+from duotone.planned.base import PlannedStage
 from duotone.planned.foreign_states import translate
-from duotone.planned.planner import PlannedStage, Planner
+from duotone.planned.planner import Planner
 from duotone.planned.sent_weights import send_planes
 from duotone.planned.weights import ShardedParameters, mark_entries, moved, stay_quantized
-from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
+from duotone.recipes.recipe import RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, UNNAMED, QuantizerRole, Site
 from duotone.recipes.rules import Rule
 from duotone.state import seeds
-from duotone.state.region import active_region
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.fsdp import link_shards, shard_of
-from duotone.tensor.quantizer import quantizer_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 CONFIGURATION = (
-    *("recipe", "rules", "module_name", "site", "layout", "_roles", "saved_states", "plans", "scatter_dim"),
-    *("sends_planes", "plain_gather"),
-)
+    "recipe rules module_name site layout _roles saved_states plans scatter_dim sends_planes plain_gather _rewritten"
+).split()
 """Attributes that `adopt` gives and `release` takes away."""
 
 _UNNAMED = itertools.count(1)
@@ -46,27 +44,10 @@ def below(name: str, parts: Sequence[str]) -> list[str]:
     return [f"{base}.{part}" for part in parts]
 
 
-class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
-    """`recipe` applies if no autocast encloses the call. `rules` go before any recipe.
+class Planned(ShardedParameters):
+    """A module that follows plans. Delayed-scaling states are submodules. They exist only while a recipe needs them."""
 
-    `module_name` is the full name in the model, or `Layer_<n>`. `site` is the place of the module, as rules see it.
-    Delayed-scaling states are submodules. They exist only while a recipe needs them.
-    """
-
-    module_type: ClassVar[str]
-    fuse_wgrad_accumulation = delay_wgrad_compute = save_original_input = False
-    num_gemms = 1
-    all_gemms = 0
-    """The number of the linears of all ranks, if these hold different ones. Else 0."""
-    weight: nn.Parameter
-    recipe: Recipe
-    rules: tuple[Rule, ...]
-    module_name: str
-    site: Site
-    layout: Layout = WHOLE
     plans: Planner
-    saved_states: dict[str, dict[str, Tensor]]
-    """Delayed-scaling states from a checkpoint that no recipe has asked for yet."""
 
     def adopt(
         self,
@@ -98,7 +79,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         """Remove everything that `adopt` and plans added, also if an interrupt stopped `adopt` or this call before."""
         if "plans" in self.__dict__:
             self.plans.retire()
-        for attribute in (*CONFIGURATION, "_rewritten", seeds.LOADED, seeds.RESTORED):
+        for attribute in (*CONFIGURATION, seeds.LOADED, seeds.RESTORED):
             self.__dict__.pop(attribute, None)
         self._buffers.pop(seeds.BUFFER, None)
         delayed_states.drop(self)
@@ -137,37 +118,6 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
     def handle(self) -> Tensor:  # type: ignore[override]
         return self.plans.handle
 
-    @property
-    def weights(self) -> tuple[nn.Parameter, ...]:
-        """The weights: one for each linear of this module."""
-        return (self.weight,)
-
-    def weight_owners(self, member: int) -> tuple[nn.Parameter, ...]:
-        """The parameters from which the weight of a linear comes: itself, one that contains it, or its pieces."""
-        return (self.weights[member],)
-
-    @property
-    def weight_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters that hold the weights: one for each weight, or one for all."""
-        return self.weights
-
-    @property
-    def weight_held(self) -> Quantizer | None:
-        """The quantizer of weights that are quantized tensors."""
-        return quantizer_of(shard_of(self.weights[0]))
-
-    @property
-    def differentiates_rowwise(self) -> bool:
-        """Whether backward reads rowwise planes of the weights, under the recipe that a call follows now."""
-        region = active_region()
-        return (
-            self.plans.config in traced_stages.RECOMPUTED
-            or (self.recipe if region is None else region.recipe).backward_override is not None
-        )
-
-    def refuse_held(self, weight: nn.Parameter) -> None:
-        """UserError if this module cannot hold the weight in its planes."""
-
     def set_tensor_parallel_group(self, tp_group: "ProcessGroup | None") -> None:
         """Communicate in another group from the next forward on; backwards stay in the group of their forward."""
         self.layout = parallel_layout(self.layout.mode, tp_group, self.layout.sequence_parallel)
@@ -190,12 +140,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         """The name of the kernel that runs a GEMM of the plan in this module, and the reason."""
         return gemm.rule.name, gemm.reason
 
-    def make_stage(self, linears: list[LinearStage]) -> PlannedStage:
-        """One stage out of the stages of this module's linears."""
-        return linears[0]
-
     def make_variant(self, stage: PlannedStage, first: bool | Tensor | None, overwrites: bool) -> PlannedStage:
-        """The stage with this module's caches and sinks."""
         assert isinstance(stage, LinearStage)
         return self.plans.options.stage(stage, 0, first, overwrites)
 

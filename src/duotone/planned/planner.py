@@ -1,11 +1,9 @@
 """Planner: the plans of one module under each recipe, and the stage that a call follows."""
 
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +11,6 @@ from torch import Tensor
 from duotone.comm import require_same
 from duotone.errors import UserError
 from duotone.linear.core import Calibrating, LinearStage
-from duotone.linear.grouped import GroupedStage
 from duotone.linear.layout import Layout, compared
 from duotone.linear.plan import LinearPlan, PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
@@ -22,17 +19,17 @@ from duotone.linear.sink import GRADIENT, main_grad
 from duotone.numbered import ByName
 from duotone.pipeline.op import TensorInfo
 from duotone.pipeline.row_call import RowPart
-from duotone.pipeline.rows import Rows
 from duotone.pipeline.saved_forwards import KEEPS
 from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.pipeline.titles import title
 from duotone.planned import delayed_states, trace_errors, traced_stages
 from duotone.planned.answers import content, shared
+from duotone.planned.base import Call, PlannedModule, PlannedStage, Plans
 from duotone.planned.parametrizations import reads_without_effect, weights_of
 from duotone.planned.row_parts import add_parts
 from duotone.planned.same_recipes import WRAPPED
 from duotone.planned.sent_weights import require_planes
-from duotone.planned.traced_stages import Call, TracedSlot
+from duotone.planned.traced_stages import TracedSlot
 from duotone.planned.weight_options import WeightOptions
 from duotone.planned.weights import demand, follow, is_sent, lacks_rowwise, records_amaxes
 from duotone.recipes.recipe import Recipe, drop_dead
@@ -44,23 +41,19 @@ from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import Slot
 from duotone.tensor.gathers import frees_after_forward, shard_behind
 
-if TYPE_CHECKING:
-    from duotone.planned.planned import Planned
-
 RECIPES = "do not follow the same recipe", "give all of them the same one"
 StageKey = tuple[object, ...]
-PlannedStage = LinearStage | GroupedStage
 
 
-class Planner:
+class Planner(Plans):
     """Asks each recipe once, builds plans, and remembers stages by kind of call.
 
     All of this follows from the module and its recipes, so copies and pickles of the module leave it out.
     """
 
-    def __init__(self, module: "Planned") -> None:
+    def __init__(self, module: PlannedModule) -> None:
         WRAPPED.register()
-        self.owner = weakref.ref(module)
+        super().__init__(module)
         self.options = WeightOptions(self.owner)
         self.consumers = ConsumerRoles()
         self.warned = False
@@ -68,9 +61,6 @@ class Planner:
         self.tapped: Callable[[Recipe], Recipe] | None = None
         """During a sampled step: replaces the recipe of an eager call by one that also records."""
         self.number, self.handle = traced_stages.numbered(self)
-        self.rows: Rows = {}
-        """What runs the stages of this module in graphs."""
-        self.config = ""
         self.forget()
 
     def forget(self) -> None:
@@ -82,8 +72,7 @@ class Planner:
         """Template of a graph, by its name -> the mode and the eager stage of this module."""
         self.followed = ""
         """The name in `bound` whose parameters the delayed states follow now."""
-        self.answers: dict[str, dict[str, Quantizer]] = {}
-        """What a recipe gave each slot, by the key of the recipe."""
+        self.answers = {}
         self.variants: dict[tuple[PlannedStage, bool | str | None, bool, bool, bool], PlannedStage] = {}
         """Stages with cached weights or other gradient sinks, by the plain stage."""
         self.compared: set[tuple[str, tuple[str, ...]]] = set()
@@ -110,13 +99,6 @@ class Planner:
         """Build stages again at the next eager call, from the same answers of recipes."""
         self.stages: dict[StageKey, PlannedStage] = {}
         self.last: tuple[StageKey, PlannedStage] | None = None
-
-    @property
-    def module(self) -> "Planned":
-        """The module that the plans are for."""
-        module = self.owner()
-        assert module is not None
-        return module
 
     def request(self, recipe: Recipe, call: Call | None = None) -> PlanRequest:
         """The request for the module's plan under a recipe. The default `call` is on the weight's device."""
@@ -219,7 +201,7 @@ class Planner:
 
     def _traced(
         self,
-        module: "Planned",
+        module: PlannedModule,
         recipe: Recipe,
         info: TensorInfo,
         grads: tuple[bool, bool],

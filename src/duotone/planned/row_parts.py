@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +15,11 @@ from duotone.linear.sink import GRADIENT
 from duotone.pipeline.row_call import KEEPING
 from duotone.pipeline.rows import PARTS, Part, Rows, held_weight
 from duotone.pipeline.stage import Saved, Stage
+from duotone.planned.base import PlannedModule, PlannedStage
 from duotone.planned.parametrizations import reads_without_effect
 from duotone.planned.traced_stages import planner_of
 from duotone.planned.weights import records_amaxes
 from duotone.tensor.context import Slot
-
-if TYPE_CHECKING:
-    from duotone.planned.planned import Planned
-    from duotone.planned.planner import PlannedStage
 
 
 class ShapeSlot(Slot):
@@ -44,7 +41,7 @@ class ShapesOfGroup(Stage):
         return x.new_empty((*x.shape[:-1], operands[2].shape[0])), ()
 
 
-def add_parts(name: str, template: str, stage: "PlannedStage", module: "Planned") -> None:
+def add_parts(name: str, template: str, stage: PlannedStage, module: PlannedModule) -> None:
     """Let rows hold a stage under a name, if they can, and its variants that keep tensors between calls."""
     plan, member = stage.plan, stage.linears[0]
     with reads_without_effect(module):
@@ -62,7 +59,7 @@ def add_parts(name: str, template: str, stage: "PlannedStage", module: "Planned"
         PARTS[name + end] = replace(part, of_module=partial(keeping_of_module, template, first), keeps=True)
 
 
-def of_module(template: str, handle: Tensor, is_forward: bool) -> "tuple[PlannedStage, Rows]":
+def of_module(template: str, handle: Tensor, is_forward: bool) -> tuple[PlannedStage, Rows]:
     """The stage of the module that a handle names, and where its rows are remembered."""
     planner = planner_of(handle)
     stage = planner.follow(template)[1]
@@ -71,15 +68,13 @@ def of_module(template: str, handle: Tensor, is_forward: bool) -> "tuple[Planned
     return stage, planner.rows
 
 
-def keeping_of_module(
-    template: str, first: bool | None, handle: Tensor, is_forward: bool
-) -> "tuple[PlannedStage, Rows]":
+def keeping_of_module(template: str, first: bool | None, handle: Tensor, is_forward: bool) -> tuple[PlannedStage, Rows]:
     """`of_module` with the caches and sinks of the module. `first`: see `Planner.variant`."""
     _, rows = of_module(template, handle, is_forward)
     return planner_of(handle).eager_stage(template, first), rows
 
 
-def _record_gathered(stage: "PlannedStage", weights: Sequence[Tensor]) -> None:
+def _record_gathered(stage: PlannedStage, weights: Sequence[Tensor]) -> None:
     """Record the amaxes of weights that FSDP2 gathered. Rows get their planes, which do not know them."""
     for linear, weight in zip(stage.linears, weights, strict=True):
         if records_amaxes(weight):

@@ -2,7 +2,7 @@
 
 import gc
 import warnings
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 import torch.distributed as dist
 from torch import nn
@@ -10,12 +10,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from duotone.comm import require_same
 from duotone.numbered import never_compiled
+from duotone.planned.base import PlannedModule
 from duotone.planned.delayed_states import STATES
-from duotone.planned.weights import ShardedParameters, described
+from duotone.planned.weights import described
 from duotone.state.seeds import BUFFER
-
-if TYPE_CHECKING:
-    from duotone.planned.planned import Planned
 
 UNLIKE = "do not follow the same recipes", "convert the model alike on all ranks"
 
@@ -33,9 +31,9 @@ def require_same_recipes(model: nn.Module, group: dist.ProcessGroup | None = Non
     require_same(names, device, (group or dist.distributed_c10d._get_default_group()).group_name, UNLIKE)
 
 
-def is_planned(module: nn.Module) -> "TypeGuard[Planned]":
-    """Whether a module follows recipes. Its class cannot be named here, because it registers `WRAPPED`."""
-    return isinstance(module, ShardedParameters) and "plans" in vars(module)
+def is_planned(module: nn.Module) -> TypeGuard[PlannedModule]:
+    """Whether a module follows recipes now."""
+    return isinstance(module, PlannedModule) and "plans" in vars(module)
 
 
 class NotBroadcast(set[str]):

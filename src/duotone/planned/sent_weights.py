@@ -21,8 +21,8 @@ from duotone.linear.plane_source import STEPS
 from duotone.pipeline.op import CAST, is_distributed
 from duotone.pipeline.titles import title
 from duotone.planned import delayed_states
+from duotone.planned.base import Call, PlannedModule
 from duotone.planned.split_parameters import ONE_WEIGHT, is_split
-from duotone.planned.traced_stages import Call
 from duotone.state.region import active_recipe
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import FixedScale, QuantizeContext, Slot
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor import DTensor
-
-    from duotone.planned.planned import Planned
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 SIDES = ROWWISE, COLUMNWISE
@@ -57,13 +55,13 @@ def gather_quantized(model: nn.Module) -> nn.Module:
     Under torch.autocast planes encode what it casts, if it is on around the call of the sharded model.
     """
     for module in model.modules():
-        if hasattr(module, "sends_planes"):
-            module.sends_planes = True  # type: ignore[assignment]
-            send_planes(module)  # type: ignore[arg-type]
+        if isinstance(module, PlannedModule):
+            module.sends_planes = True
+            send_planes(module)
     return model
 
 
-def send_planes(module: "Planned") -> None:
+def send_planes(module: PlannedModule) -> None:
     """Give the shards of a module's weights their hooks, if it sends planes."""
     if not module.sends_planes:
         return
@@ -103,7 +101,7 @@ def _refusal(parameter: "DTensor", weight: OperandPlan) -> str:
     return READ_AS_IT_IS if weight.differentiates_original else ""
 
 
-def require_planes(module: "Planned", weight: OperandPlan) -> None:
+def require_planes(module: PlannedModule, weight: OperandPlan) -> None:
     """UserError if backward multiplies the weight as it is: the ranks gather planes alone."""
     if weight.differentiates_original:
         raise UserError(
@@ -117,7 +115,7 @@ class SentWeight:
 
     __signature__ = BEFORE
 
-    def __init__(self, module: "Planned", member: int, parameter: "DTensor") -> None:
+    def __init__(self, module: PlannedModule, member: int, parameter: "DTensor") -> None:
         self.module, self.member = module, member
         self.shard, mesh = parameter._local_tensor, parameter.device_mesh
         self.device = self.shard.device

@@ -4,7 +4,7 @@ Where pieces are DTensors, those of a rank share a buffer too, and its weight is
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,13 @@ from duotone.errors import UserError
 from duotone.pipeline.autograd import with_gradient
 from duotone.pipeline.graph_patterns import find_joined_weights
 from duotone.pipeline.op import is_distributed
-
-if TYPE_CHECKING:
-    from duotone.planned.linear import Linear
+from duotone.planned.base import PlannedModule
 
 Splits = Sequence[str] | Mapping[str, int] | None
 ONE_WEIGHT = "build attention with fuse_qkv_params=True, an MLP without split_gate, a linear without parameters_split"
 
 
-def split_parameters(module: "Linear", splits: Splits, out_features: int) -> None:
+def split_parameters(module: PlannedModule, splits: Splits, out_features: int) -> None:
     """Replace `weight` and `bias` by parameters `<name>_weight` and `<name>_bias` over the same memory.
 
     The sizes are those of the whole linear, of which this rank may hold an equal part. UserError unless they sum to

@@ -1,18 +1,15 @@
 """Errors in traces: what a trace refuses, and what it leaves to eager code."""
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from duotone.errors import UserError
 from duotone.numbered import constant_in_traces
-
-if TYPE_CHECKING:
-    from duotone.planned.planner import Planner
-    from duotone.planned.traced_stages import Call
-    from duotone.recipes.recipe import Recipe
-    from duotone.state.region import AmaxMode
+from duotone.planned.base import Call, Plans
+from duotone.recipes.recipe import Recipe
+from duotone.state.region import AmaxMode
 
 
-def leave_to_eager(planner: "Planner", recipe: "Recipe", call: "Call", mode: "AmaxMode", error: UserError) -> None:
+def leave_to_eager(planner: Plans, recipe: Recipe, call: Call, mode: AmaxMode, error: UserError) -> None:
     """Break the graph at a call that fails in eager code too, which then has its error of one line.
 
     Dynamo wraps every other exception of a constant function, in many lines, and the user cannot catch its class.

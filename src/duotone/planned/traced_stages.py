@@ -9,19 +9,19 @@ import gc
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
 
 from duotone.errors import UserError
-from duotone.linear.layout import Layout
 from duotone.numbered import ByName, Numbered, attribute_name, constant_in_traces, with_guards, without_guards
 from duotone.pipeline.op import is_distributed
 from duotone.pipeline.row_call import KEEPING
 from duotone.pipeline.rows import PARTS
 from duotone.planned.answers import Answers, shared, warn_of_identities
+from duotone.planned.base import RECOMPUTED, Call, OwnsSlots, PlannedModule, PlannedStage, Plans
 from duotone.planned.parametrizations import reads_without_effect
 from duotone.planned.trace_errors import leave_to_eager
 from duotone.recipes.recipe import drop_dead, keep_for_graphs, recipe_of
@@ -31,25 +31,6 @@ from duotone.state.frames import is_trace_recomputed
 from duotone.state.region import AMAX_MODES, AmaxMode
 from duotone.tensor.context import Slot
 from duotone.tensor.quantizer import TRACED, Quantizer, name_quantizer
-
-if TYPE_CHECKING:
-    from duotone.planned.planned import Planned
-    from duotone.planned.planner import PlannedStage, Planner
-
-
-class Call(NamedTuple):
-    """What decides the plan of a call besides the recipe.
-
-    `grads`: whether input and weight need gradients. `layout`: that of the linear, if it is not the module's.
-    """
-
-    device: str
-    dtype: torch.dtype
-    grads: tuple[bool, bool] = (True, True)
-    input_held: Quantizer | None = None
-    layout: Layout | None = None
-    is_traced: bool = False
-    is_joined: bool = False
 
 
 class Key(NamedTuple):
@@ -79,23 +60,15 @@ class Key(NamedTuple):
 class Template(NamedTuple):
     """A stage for all modules of one content, and how it reduces and records amaxes."""
 
-    stage: "PlannedStage"
+    stage: PlannedStage
     group: str
     mode: AmaxMode
     stays: bool
     """Whether it serves later models. A process group may be another one under its name by then."""
 
 
-class OwnsSlots(Protocol):
-    """Something that knows the delayed slots of a module: a planner, or the stages of attention."""
-
-    def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
-        """The slot of this module that stands where a template names one."""
-        ...
-
-
 _OWNERS: Numbered[OwnsSlots] = Numbered()
-_ALIKE: "dict[str, weakref.WeakSet[Planner]]" = {}
+_ALIKE: dict[str, weakref.WeakSet[Plans]] = {}
 """Planners by the content of their modules."""
 
 _RECIPES: dict[str, dict[str, None]] = {}
@@ -103,8 +76,6 @@ _RECIPES: dict[str, dict[str, None]] = {}
 
 PLANS = ByName()
 """Templates of traced calls, in holders. Guards compare those with quantizers that are not fixed."""
-RECOMPUTED: set[str] = set()
-"""Contents of modules whose compiled forward runs again in a backward. They stay, because graphs may stay."""
 
 _NAMES: dict[str, dict[tuple[str, ...], str]] = {}
 """For each content of modules: the names of its stages, by the key of their recipe and by name."""
@@ -146,9 +117,9 @@ def owner_of(handle: Tensor) -> OwnsSlots:
     return owner
 
 
-def planner_of(handle: Tensor) -> "Planner":
+def planner_of(handle: Tensor) -> Plans:
     """The planner whose number a tensor holds."""
-    return cast("Planner", owner_of(handle))
+    return cast(Plans, owner_of(handle))
 
 
 @dataclass(frozen=True)
@@ -176,11 +147,10 @@ def _slot(handle: Tensor, *place: Any) -> Slot:
     return owner_of(handle).slot(*place)
 
 
-PLACE = "Tensor handle, str plan, int member, str operand, int side"
-define_slot_ops("traced", PLACE, _slot)
+define_slot_ops("traced", "Tensor handle, str plan, int member, str operand, int side", _slot)
 
 
-def move(planner: "Planner", old: str, new: str) -> None:
+def move(planner: Plans, old: str, new: str) -> None:
     """The content of the module of a planner is `new` now; "" is none. Traces ask the planners of their content."""
     if old in _ALIKE:
         _ALIKE[old].discard(planner)
@@ -228,22 +198,22 @@ def ask(config: str, recipe: str) -> bool:
     return True
 
 
-def answer_as_others(planner: "Planner") -> None:
+def answer_as_others(planner: Plans) -> None:
     """Ask the recipes that graphs of its content follow, so that these graphs serve a later module, too."""
     drop_dead(_RECIPES.setdefault(planner.config, {}))
     for recipe in list(_RECIPES[planner.config]):
         answer(planner, recipe)
 
 
-def take(planner: "Planner", recipe: str, answers: Mapping[str, Quantizer]) -> None:
+def take(planner: Plans, recipe: str, answers: Mapping[str, Quantizer]) -> None:
     """Give a planner what the recipe of a key has answered already. The object of a name lives as long as its users."""
     planner.answers[recipe] = answered = shared(answers)
     if hasattr(planner.answered, recipe):
         setattr(planner.answered, recipe, answered.name)
 
 
-def answer(planner: "Planner", recipe: str) -> object:
-    """`Planner.answer`. A planner for which that fails has an answer of its own."""
+def answer(planner: Plans, recipe: str) -> object:
+    """`Plans.answer`. A planner for which that fails has an answer of its own."""
     try:
         return planner.answer(recipe_of(recipe))
     except Exception:  # the user's function may raise anything
@@ -293,7 +263,7 @@ def plan_name(fields: tuple[Any, ...]) -> str:
     return name
 
 
-def _owners(config: str) -> dict["Planner", "Planned | None"]:
+def _owners(config: str) -> dict[Plans, PlannedModule | None]:
     """The planners of a content and their modules. A module of a model that is gone must not warn for another model.
 
     Some modules are parts of reference cycles, which Python deletes late.
@@ -312,7 +282,7 @@ def _drop_dead(config: str) -> None:
     _forget(config, names.keys() - living.keys())
 
 
-def _has_weight(module: "Planned", key: Key, dtype: torch.dtype) -> bool:
+def _has_weight(module: PlannedModule, key: Key, dtype: torch.dtype) -> bool:
     """Whether the weight of a module still has the dtype and the formats that a key was built for."""
     with reads_without_effect(module):
         if any(map(is_distributed, module.weight_owners(0))):  # FSDP2 has not gathered the block of this module

@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,15 +16,13 @@ from duotone.linear.sink import GRADIENT, Deferred, Queue, Sink, ToMainGrad
 from duotone.pipeline.row_call import RowPart
 from duotone.pipeline.stage import AUTOGRAD, ELSEWHERE, ELSEWHERE_WITH_ZEROS
 from duotone.pipeline.titles import title
-
-if TYPE_CHECKING:
-    from duotone.planned.planned import Planned
+from duotone.planned.base import PlannedModule
 
 
 class WeightOptions:
     """The caches and the queues of one module's weights, by the index of the linear. Copies of the module have none."""
 
-    def __init__(self, module: "weakref.ref[Planned]") -> None:
+    def __init__(self, module: weakref.ref[PlannedModule]) -> None:
         self.module = module
         self.caches: dict[int, WeightCache] = {}
         self.queues: dict[int, Queue] = {}
@@ -67,7 +64,7 @@ class WeightOptions:
         return RowPart(f"{stage.name}/{first}", "".join([str(each or AUTOGRAD) for each in of_operands]))
 
     @torch.no_grad()
-    def backward_dw(self, module: "Planned") -> None:
+    def backward_dw(self, module: PlannedModule) -> None:
         """Compute the oldest delayed gradient of each weight."""
         if not module.delay_wgrad_compute or not any(weight.requires_grad for weight in module.weights):
             return

@@ -15,6 +15,7 @@ from duotone.linear.core import record
 from duotone.linear.layout import compared
 from duotone.pipeline.op import is_distributed
 from duotone.pipeline.titles import title
+from duotone.planned.base import PlannedModule
 from duotone.planned.delayed_states import name_on_all_ranks, weight_context
 from duotone.planned.sent_weights import send_planes
 from duotone.planned.split_parameters import is_split, require_one_weight
@@ -29,8 +30,6 @@ from duotone.tensor.plane_tensor import ENTRY, INIT_VALUE, PlaneTensor, mark_ent
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-    from duotone.planned.planned import Planned
 
 
 INITIALISER = "_init_method"
@@ -147,7 +146,7 @@ def forget_bases(parameter: nn.Parameter) -> None:
         parameter._rowwise, parameter._columnwise = whole
 
 
-def quantize_weights(module: "Planned") -> None:
+def quantize_weights(module: PlannedModule) -> None:
     """Inside of `quantized_model_init`, replace the module's weights by quantized parameters."""
     region = construction()
     if region is None or not region.enabled:
@@ -271,14 +270,14 @@ def follow(parameter: PlaneTensor, target: Quantizer) -> None:
         parameter.quantizer = described
 
 
-def described(module: "Planned", name: str, *, with_formats: bool = True) -> list[str]:
+def described(module: PlannedModule, name: str, *, with_formats: bool = True) -> list[str]:
     """The recipe of a module, and the formats and delayed parameters of its slots, in words that ranks compare."""
     answers = module.plans.answer(module.recipe) if with_formats else {}
     words = (f"{name}: {slot} {word}" for slot, quantizer in answers.items() for word in compared(quantizer))
     return [f"{name}: {module.recipe.name}", *words]
 
 
-def _require_same_recipe(module: "Planned") -> None:
+def _require_same_recipe(module: PlannedModule) -> None:
     """UserError on all ranks if one of them shards the module under another recipe."""
     meshes = [holder.device_mesh for holder in module._parameters.values() if is_distributed(holder)]
     is_whole = bool(meshes) and not is_split(module)  # pieces of a weight become shards one after the other
@@ -289,7 +288,7 @@ def _require_same_recipe(module: "Planned") -> None:
         require_same(names, torch.device(device), group, unlike)
 
 
-def _require_gradients(module: "Planned") -> None:
+def _require_gradients(module: PlannedModule) -> None:
     """UserError if autograd does not get the gradients of a module's shards, which FSDP2 reduces in its backward."""
     if (module.fuse_wgrad_accumulation or module.delay_wgrad_compute) and any(map(is_distributed, module.parameters())):
         raise UserError(
@@ -322,14 +321,9 @@ def _hand_slots(whole: object, holder: object) -> None:
             shard.context = replace_fields(shard.context, slots=whole.context.slots)
 
 
-class ShardedParameters:
-    """Mixed in before an nn.Module."""
+class ShardedParameters(PlannedModule):
+    """Lets FSDP2 and tensor parallelism of DTensors cut the parameters of a module, or refuses."""
 
-    _parameters: dict[str, nn.Parameter | None]
-    sends_planes = False
-    """Whether FSDP2 gathers planes of plain weights."""
-    plain_gather = ""
-    """Why it gathers them in high precision nevertheless."""
     distributes: tuple[str, ...] = ()
     """The parameters that may become DTensors by something else than FSDP2."""
     row_order = ""
@@ -353,16 +347,16 @@ class ShardedParameters:
                 self._refuse(name)
             if self.row_order and any(placement.is_shard(0) for placement in param.placements):
                 raise UserError(f"{title(self)}: {self.row_order}")
-        super().register_parameter(name, param)  # type: ignore[misc]
+        super().register_parameter(name, param)  # type: ignore[arg-type]
 
     def register_load_state_dict_post_hook(self, hook: Callable[..., object]) -> object:
         """As nn.Module. FSDP2 calls it directly after it has replaced a parameter by its shard."""
         link_shards(self._parameters.values())  # first: shards that it refuses would leave other ranks waiting
-        _require_same_recipe(self)  # type: ignore[arg-type]
-        _require_gradients(self)  # type: ignore[arg-type]
-        send_planes(self)  # type: ignore[arg-type]
-        self.plans.forget_stages()  # type: ignore[attr-defined]
-        return super().register_load_state_dict_post_hook(hook)  # type: ignore[misc]
+        _require_same_recipe(self)
+        _require_gradients(self)
+        send_planes(self)
+        self.plans.forget_stages()
+        return super().register_load_state_dict_post_hook(hook)
 
     def require_whole(self) -> None:
         """UserError if a parameter is a DTensor in a forward. FSDP2 has gathered its parameters by then."""
