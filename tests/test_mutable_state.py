@@ -18,7 +18,7 @@ from torch.optim import optimizer
 import duotone
 from duotone.kernels.launch import Kernel, Launch
 from duotone.linear.plane_source import STEPS
-from duotone.planned.same_recipes import WRAPPED
+from duotone.modules.same_recipes import WRAPPED
 
 ROOT = Path(duotone.__file__).parents[1]
 
@@ -65,17 +65,17 @@ ALLOWED = {
     "formats.registry._VARIANTS": REGISTRY,
     "integrations.transformers.HOOKS": "the hooks of a schedule, for a training that follows one that raised",
     "linear.plane_source.STEPS": "marks optimizer steps for weight caches: fused optimizers leave no version",
-    "ops.quantize_op.STAGES": GRAPHS,
-    "ops.quantize_op._NUMBERS": "a name, and so a seed, for each op that nobody named",
+    "modules.quantize_op.STAGES": GRAPHS,
+    "modules.quantize_op._NUMBERS": "a name, and so a seed, for each op that nobody named",
     "graph_ops.KERNELS": REGISTRY,
     "pipeline.bound._compiled": PURE,
     "pipeline.autograd.RUNNER": "what runs a pipeline; an observer wraps it while it watches",
     "pipeline.rewrites.RULES": REGISTRY,
     "pipeline.rows.PARTS": GRAPHS,
-    "planned.foreign_states.READERS": REGISTRY,
-    "planned.same_recipes.WRAPPED": "registers its hook once, with the first module that follows recipes",
+    "modules.foreign_states.READERS": REGISTRY,
+    "modules.same_recipes.WRAPPED": "registers its hook once, with the first module that follows recipes",
     "pipeline.saved_forwards.FORWARDS": GRAPHS,
-    "planned.planned._UNNAMED": "a name, and so a seed, for each module that nobody named",
+    "modules.planned._UNNAMED": "a name, and so a seed, for each module that nobody named",
     "recipes.conditions.expression": PURE,
     "recipes.conditions.glob": PURE,
     "recipes.library._shipped": PURE,
@@ -95,16 +95,16 @@ ALLOWED = {
     "state.rolling.OTHERS": WAITING,
     "state.rolling.THREADS": WAITING,
     "state.torch_private.CONTEXT_PARALLEL": "holds nothing: guards of graphs read through it what torch has entered",
-    "planned.traced_stages.PLANS": GRAPHS,
-    "planned.traced_stages._ALIKE": GRAPHS,
-    "planned.traced_stages._RECIPES": GRAPHS,
-    "planned.answers._ANSWERS": GRAPHS,
-    "planned.answers._ANSWER_NUMBERS": GRAPHS,
-    "planned.traced_stages._GONE": GRAPHS,
-    "planned.answers._CONTENTS": GRAPHS,
-    "planned.traced_stages._OWNERS": GRAPHS,
-    "planned.base.RECOMPUTED": GRAPHS,
-    "planned.traced_stages._NAMES": GRAPHS,
+    "modules.traced_stages.PLANS": GRAPHS,
+    "modules.traced_stages._ALIKE": GRAPHS,
+    "modules.traced_stages._RECIPES": GRAPHS,
+    "modules.answers._ANSWERS": GRAPHS,
+    "modules.answers._ANSWER_NUMBERS": GRAPHS,
+    "modules.traced_stages._GONE": GRAPHS,
+    "modules.answers._CONTENTS": GRAPHS,
+    "modules.traced_stages._OWNERS": GRAPHS,
+    "modules.base.RECOMPUTED": GRAPHS,
+    "modules.traced_stages._NAMES": GRAPHS,
     "tensor.quantized.OPS": REGISTRY,
     "tensor.quantizer.TRACED": GRAPHS,
 }

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import duotone
 from duotone import recipes
+from duotone.modules.traced_stages import PLANS, template_of
 from duotone.pipeline.row_call import RowCall, RowPart
-from duotone.planned.traced_stages import PLANS, template_of
 
 SEED = torch.tensor([5])
 PARTS = [*duotone.formats.get("nvfp4").encode(torch.randn(40, 64)).values()]

@@ -12,7 +12,7 @@ import duotone
 ROOT = Path(duotone.__file__).parents[1]
 ORDER = (
     "errors text files numbered allocate capture graph_ops formats kernels comm dispatch tensor recipes state "
-    "pipeline linear planned ops modules attention optim conversion observe distributed compat serving "
+    "pipeline linear modules ops attention optim conversion observe distributed compat serving "
     "integrations __init__ lab.memory lab.training lab.report lab.cli lab.__init__ __main__"
 ).split()
 FILES = sorted(ROOT.glob("duotone*/**/*.py"))

@@ -110,7 +110,7 @@ def test_functions_stay_functions_after_every_module_was_imported() -> None:
         if not absent and room not in ("kernels", "__main__"):
             importlib.import_module(info.name)
     for name in duotone.__all__:
-        assert isinstance(getattr(duotone, name), ModuleType) == (f"duotone.{name}" in PACKAGES)
+        assert isinstance(getattr(duotone, name), ModuleType) == (f"duotone.{name}" in PUBLIC)
 
 
 def test_type_checkers_are_told_of_types() -> None:

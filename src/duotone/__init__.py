@@ -24,9 +24,9 @@ from duotone.compat import (
 from duotone.conversion import Plan, PlanDiff, PlanRow, assign_names, convert, convert_parameters, fuse, plan, revert
 from duotone.errors import MissingPlaneError, RecipeError, UserError
 from duotone.modules import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, MoE, RMSNorm
+from duotone.modules.delayed_checkpoint import load_recipe_state, recipe_state
+from duotone.modules.sent_weights import gather_quantized
 from duotone.pipeline.offload import offload_activations
-from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state
-from duotone.planned.sent_weights import gather_quantized
 from duotone.recipes import (
     CustomRecipe,
     DelayedScaling,

@@ -14,8 +14,8 @@ from duotone.errors import RecipeError
 from duotone.formats import ROW, TENSOR, Block
 from duotone.linear import PlanRequest, build_plan
 from duotone.linear.plane_source import HIGH_PRECISION
-from duotone.planned.base import Call
-from duotone.planned.planner import Planner
+from duotone.modules.base import Call
+from duotone.modules.planner import Planner
 from duotone.recipes import QuantizerRole, Rule
 
 SR, NEAREST = formats.get("nvfp4_sr"), formats.get("nvfp4")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import duotone
 import duotone_lab
 from duotone import recipes
-from duotone.ops import fused_cast
+from duotone.modules import fused_cast
 
 NAMES = ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"]
 

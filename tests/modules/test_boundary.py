@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import duotone
 from duotone import CustomRecipe, QuantizedTensor, Quantizer, QuantizerRole, formats, recipes
 from duotone.compat import MXFP8Quantizer
-from duotone.planned.boundary import BOUNDARY
+from duotone.modules.boundary import BOUNDARY
 from duotone.recipes import Rule, RuleRecipe
 from duotone.tensor.context import QuantizeContext
 

@@ -13,7 +13,7 @@ import duotone
 from duotone import CustomRecipe, HybridQuantizer, IdentityQuantizer, recipes
 from duotone.compat import MXFP8Quantizer
 from duotone.linear.operand_plan import REENCODE_IN_GRAPH
-from duotone.planned.traced_stages import PLANS, template_of
+from duotone.modules.traced_stages import PLANS, template_of
 from duotone.recipes import Recipe
 from duotone.recipes.builtin import BUILTIN
 from later import Later

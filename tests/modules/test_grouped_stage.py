@@ -18,7 +18,7 @@ from duotone.linear.plane_source import WeightCache
 from duotone.linear.row_counts import device_splits
 from duotone.linear.sink import GRADIENT, Deferred, ToMainGrad
 from duotone.modules import GroupedLinear
-from duotone.planned.delayed_states import with_slots
+from duotone.modules.delayed_states import with_slots
 from duotone.recipes import Float8BlockScaling
 from duotone.state.region import AmaxMode
 

@@ -15,7 +15,7 @@ import duotone
 from duotone import QuantizedTensor, QuantizerRole, UserError, ops, recipes
 from duotone.dispatch.activations import ACTIVATIONS
 from duotone.modules import LayerNormLinear, LayerNormMLP, Linear
-from duotone.ops.activation import ActivationOp
+from duotone.modules.activation import ActivationOp
 from duotone.recipes import CustomRecipe
 
 DTYPE = torch.bfloat16

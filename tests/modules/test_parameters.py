@@ -559,7 +559,7 @@ def census() -> int:
 @pytest.mark.rest
 def test_many_switches_between_training_and_evaluation_leak_nothing(recipe) -> None:
     """Issue 3, numbers."""
-    from duotone.planned import traced_stages as traced
+    from duotone.modules import traced_stages as traced
     from duotone.state.delayed import STATES
 
     m, x, dy = quantized(recipe), torch.randn(4, K).bfloat16(), torch.randn(4, N).bfloat16()
@@ -584,7 +584,7 @@ def test_many_switches_between_training_and_evaluation_leak_nothing(recipe) -> N
 
 def test_changing_roles_for_ever_leaks_no_registration() -> None:
     """Issue 3, numbers: each change gives the module a new number."""
-    from duotone.planned import traced_stages as traced
+    from duotone.modules import traced_stages as traced
 
     gc.collect()
     m = duotone.Linear(K, N)

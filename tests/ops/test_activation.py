@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from duotone import UserError, ops
 from duotone.dispatch.activations import ACTIVATIONS
-from duotone.ops.activation import ActivationOp
+from duotone.modules.activation import ActivationOp
 
 UNARY = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),

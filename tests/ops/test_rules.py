@@ -11,8 +11,7 @@ from torch import Tensor
 import duotone
 from duotone import QuantizerRole, UserError, ops, recipes
 from duotone.dispatch.norms import RowNorm
-from duotone.modules import LayerNormLinear, LayerNormMLP
-from duotone.ops import fused_cast
+from duotone.modules import LayerNormLinear, LayerNormMLP, fused_cast
 from duotone.pipeline.op import info_of
 from duotone.pipeline.rewrites import RULES, rewrite
 from duotone.pipeline.stage import Stage

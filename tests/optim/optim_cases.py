@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone import Quantizer, formats
-from duotone.planned.weights import quantized_parameter
+from duotone.modules.weights import quantized_parameter
 
 
 def pair(row: str, col: str | None = None, source: str = "original") -> Quantizer:

@@ -9,8 +9,8 @@ import torch
 import duotone
 from duotone import CustomRecipe, Quantizer, formats, recipes
 from duotone.compat import IdentityQuantizer
-from duotone.planned import traced_stages as traced
-from duotone.planned.answers import _ANSWERS, shared
+from duotone.modules import traced_stages as traced
+from duotone.modules.answers import _ANSWERS, shared
 
 
 def linear(recipe: recipes.Recipe) -> duotone.Linear:

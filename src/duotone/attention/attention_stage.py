@@ -18,9 +18,9 @@ from duotone.dispatch import attention
 from duotone.dispatch.attention import KERNEL, AttentionProblem, Options, Rounding
 from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, define_op
+from duotone.modules.traced_stages import TracedSlot, owner_of
 from duotone.numbered import Numbered
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
-from duotone.planned.traced_stages import TracedSlot, owner_of
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.plane import Plane, Usage, after
 

@@ -23,10 +23,10 @@ from duotone.dispatch.attention import (
 from duotone.dispatch.target import HOPPER, target
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
+from duotone.modules import delayed_states
+from duotone.modules.foreign_states import translate
 from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.pipeline.titles import title
-from duotone.planned import delayed_states
-from duotone.planned.foreign_states import translate
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, UNNAMED
 from duotone.state.autocast_context import HIGH_PRECISION

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from duotone.errors import UserError, one_of
-from duotone.ops import L2Normalization, LayerNorm, RMSNorm
+from duotone.modules.norm import L2Normalization, LayerNorm, RMSNorm
 
 LAYOUTS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3), "thd": (0, 2, 1, 3)}
 """The axes of each layout in attention's order (batch, heads, tokens, depth). thd packs sequences along one axis."""

@@ -14,11 +14,11 @@ from duotone.attention.masks import UNBOUNDED, Window, spans, whole
 from duotone.attention.picks import Pick
 from duotone.attention.products import BACKWARD_OPERANDS, FORWARD_OPERANDS, Slots
 from duotone.attention.ranks import Ranks
+from duotone.modules.delayed_states import BACKWARD_STATE, FORWARD_STATE, agreed_history, largest, state_of
+from duotone.modules.traced_stages import numbered
 from duotone.numbered import ByName, Numbered, constant_in_traces
 from duotone.pipeline.autograd import RUNNER, Backward, Refused, apply_traced, is_transformed
 from duotone.pipeline.op import is_autocast
-from duotone.planned.delayed_states import BACKWARD_STATE, FORWARD_STATE, agreed_history, largest, state_of
-from duotone.planned.traced_stages import numbered
 from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import AMAX_MODES, AmaxMode, mode_now, traced_mode

@@ -13,7 +13,7 @@ from duotone.compat.quantizers import (
     QuantizerHandle,
 )
 from duotone.compat.recipe_state import RecipeState
-from duotone.planned.foreign_states import READERS
+from duotone.modules.foreign_states import READERS
 
 __all__ = [
     "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer", "HybridQuantizer",

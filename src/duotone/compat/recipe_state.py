@@ -13,7 +13,7 @@ from torch import Tensor
 
 from duotone.compat.quantizers import QuantizerHandle
 from duotone.errors import UserError
-from duotone.planned.delayed_states import agreed_history, largest
+from duotone.modules.delayed_states import agreed_history, largest
 from duotone.recipes.custom import CustomRecipe
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, require_known

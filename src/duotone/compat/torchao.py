@@ -16,7 +16,7 @@ from duotone.conversion.naming import require_model, sites_of
 from duotone.conversion.skipped import skipped_modules
 from duotone.conversion.targets import targets
 from duotone.errors import UserError
-from duotone.planned.planned import Planned
+from duotone.modules.planned import Planned
 from duotone.recipes import Rule, RuleRecipe
 
 __all__ = [

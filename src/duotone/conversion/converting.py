@@ -18,11 +18,11 @@ from duotone.conversion.skipped import refuse_skipped, skipped_modules
 from duotone.conversion.targets import parametrized_since, release, targets
 from duotone.conversion.warnings import Place, report_unmatched, warn_of_surprises
 from duotone.errors import UserError
-from duotone.planned.delayed_checkpoint import state_names
-from duotone.planned.parametrizations import reads_without_effect
-from duotone.planned.planned import Planned
-from duotone.planned.same_recipes import leave_to_ranks
-from duotone.planned.weights import show_values
+from duotone.modules.delayed_checkpoint import state_names
+from duotone.modules.parametrizations import reads_without_effect
+from duotone.modules.planned import Planned
+from duotone.modules.same_recipes import leave_to_ranks
+from duotone.modules.weights import show_values
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule, require_rules
 from duotone.recipes.schedule import Phase, Schedule

@@ -16,12 +16,12 @@ from torch.nn.parameter import is_lazy
 
 from duotone.conversion import forwards
 from duotone.errors import UserError
+from duotone.modules.delayed_states import start_anew
 from duotone.modules.moe import Routing
+from duotone.modules.planned_group import PlannedGroup
+from duotone.modules.weights import mark_entries
 from duotone.pipeline.op import is_distributed
 from duotone.pipeline.titles import title
-from duotone.planned.delayed_states import start_anew
-from duotone.planned.planned_group import PlannedGroup
-from duotone.planned.weights import mark_entries
 from duotone.recipes.roles import Site
 from duotone.tensor import QuantizedTensor
 

@@ -11,7 +11,7 @@ from types import MethodType
 import torch
 from torch import nn
 
-from duotone.planned.planned import Planned
+from duotone.modules.planned import Planned
 from duotone.state import seeds
 
 PLACES = ("forward", "_old_forward")

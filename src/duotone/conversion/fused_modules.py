@@ -14,11 +14,11 @@ from duotone.conversion.attributes import Attributes, attributes_within
 from duotone.conversion.patterns import MLP, Chain, Norm, children_of, epsilon, is_linear
 from duotone.conversion.trial import is_dropout
 from duotone.errors import UserError
+from duotone.modules.activation import ActivationOp
+from duotone.modules.norm import NormOp
+from duotone.modules.packed_linear import Apart, PackedLinear, is_dense, why_not_in_pipeline, why_not_packed
+from duotone.modules.sequential import is_hooked, run_modules
 from duotone.numbered import constant_in_traces
-from duotone.ops.activation import ActivationOp
-from duotone.ops.norm import NormOp
-from duotone.ops.packed_linear import Apart, PackedLinear, is_dense, why_not_in_pipeline, why_not_packed
-from duotone.ops.sequential import is_hooked, run_modules
 from duotone.pipeline.autograd import Outputs, is_transformed
 from duotone.pipeline.deferred import Defer, DeferredOutput
 from duotone.pipeline.op import Op, is_autocast, is_distributed, run

@@ -37,7 +37,7 @@ from duotone.conversion.patterns import (
 )
 from duotone.conversion.trial import NoMatch
 from duotone.errors import UserError
-from duotone.ops.packed_linear import class_name, pack
+from duotone.modules.packed_linear import class_name, pack
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.recipes.recipe import Recipe
 from duotone.state.autocast_context import autocast

@@ -24,9 +24,9 @@ from duotone.conversion.targets import trains
 from duotone.conversion.warnings import unmatched_rules
 from duotone.dispatch.target import require_here
 from duotone.errors import UserError
-from duotone.planned.base import Call
-from duotone.planned.parametrizations import reads_without_effect
-from duotone.planned.planned import Planned
+from duotone.modules.base import Call
+from duotone.modules.parametrizations import reads_without_effect
+from duotone.modules.planned import Planned
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.text import aligned
 

@@ -17,11 +17,11 @@ from duotone.formats import IDENTITY
 from duotone.linear.core import record
 from duotone.linear.plan import LinearPlan, ask_recipe
 from duotone.linear.plan_builder import build_plan
+from duotone.modules import delayed_states, traced_stages
+from duotone.modules.planned import Planned
+from duotone.modules.split_parameters import require_one_weight
+from duotone.modules.weights import quantized_parameter, replace
 from duotone.pipeline.op import is_distributed
-from duotone.planned import delayed_states, traced_stages
-from duotone.planned.planned import Planned
-from duotone.planned.split_parameters import require_one_weight
-from duotone.planned.weights import quantized_parameter, replace
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext

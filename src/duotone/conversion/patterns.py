@@ -30,9 +30,9 @@ from duotone.conversion.trial import (
 )
 from duotone.dispatch.activations import ACTIVATIONS
 from duotone.dispatch.norms import NORMS
+from duotone.modules.linear import PlannedLinear
+from duotone.modules.norm import NormStage
 from duotone.numbered import constant_in_traces
-from duotone.ops.norm import NormStage
-from duotone.planned.linear import PlannedLinear
 from duotone.state.region import STACK
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")

@@ -19,7 +19,7 @@ from duotone.conversion.transposed import is_transposed
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY
 from duotone.linear.plan import PlanRequest, ask_recipe
-from duotone.planned.planned import Planned
+from duotone.modules.planned import Planned
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import TENSOR_TYPES, Site
 from duotone.recipes.rules import Rule

@@ -13,9 +13,9 @@ from duotone.conversion.skipped import Reasons
 from duotone.conversion.transposed import TransposedLinear, is_transposed
 from duotone.linear.plan import PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
-from duotone.planned.base import Call
-from duotone.planned.linear import Linear, PlannedLinear
-from duotone.planned.planned import Planned
+from duotone.modules.base import Call
+from duotone.modules.linear import Linear, PlannedLinear
+from duotone.modules.planned import Planned
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import Site
 from duotone.recipes.rules import Rule

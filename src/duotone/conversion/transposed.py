@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 
 from duotone.errors import UserError
+from duotone.modules.linear import PlannedLinear
 from duotone.pipeline.titles import title
-from duotone.planned.linear import PlannedLinear
 from duotone.tensor import QuantizedTensor
 
 CLASSES = {"transformers.pytorch_utils.Conv1D"}

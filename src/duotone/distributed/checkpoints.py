@@ -31,8 +31,8 @@ from duotone.distributed.entries import (
     optimizer_entries,
 )
 from duotone.errors import UserError
-from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state, widest
-from duotone.planned.planned import Planned
+from duotone.modules.delayed_checkpoint import load_recipe_state, recipe_state, widest
+from duotone.modules.planned import Planned
 from duotone.state.seeds import load_rng_state, rng_state
 
 METADATA = ".metadata"

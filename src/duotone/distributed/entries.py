@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from duotone.conversion.naming import clean
 from duotone.errors import UserError
+from duotone.modules.planned import Planned
 from duotone.optim.moments import laid_like, ranks_across, require_blocks
-from duotone.planned.planned import Planned
 from duotone.tensor import Plane, QuantizedTensor
 from duotone.tensor.fsdp import shard_of
 from duotone.tensor.plane import sharded_parts

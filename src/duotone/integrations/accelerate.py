@@ -14,9 +14,9 @@ from duotone.conversion import convert
 from duotone.errors import UserError
 from duotone.integrations.requirement import require
 from duotone.integrations.run_state import RunState, packed_state
-from duotone.planned.delayed_checkpoint import recipe_state
-from duotone.planned.planned import Planned
-from duotone.planned.same_recipes import require_same_recipes
+from duotone.modules.delayed_checkpoint import recipe_state
+from duotone.modules.planned import Planned
+from duotone.modules.same_recipes import require_same_recipes
 from duotone.recipes.recipe import RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 

@@ -9,7 +9,7 @@ from duotone.conversion import convert
 from duotone.errors import UserError
 from duotone.integrations.requirement import require
 from duotone.integrations.run_state import RunState, hide_states
-from duotone.planned.planned import Planned
+from duotone.modules.planned import Planned
 from duotone.recipes.recipe import RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 

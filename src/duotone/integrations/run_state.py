@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from duotone.errors import UserError
-from duotone.planned import delayed_states
-from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state, state_names, widest
-from duotone.planned.parametrizations import weights_of
-from duotone.planned.planned import Planned
+from duotone.modules import delayed_states
+from duotone.modules.delayed_checkpoint import load_recipe_state, recipe_state, state_names, widest
+from duotone.modules.parametrizations import weights_of
+from duotone.modules.planned import Planned
 from duotone.state.seeds import load_rng_state, rng_state
 from duotone.tensor import QuantizedTensor
 

@@ -28,8 +28,8 @@ from duotone.integrations.run_state import (
     renew_outgrown_scales,
     save_planes,
 )
-from duotone.planned.planned import Planned
-from duotone.planned.same_recipes import require_same_recipes
+from duotone.modules.planned import Planned
+from duotone.modules.same_recipes import require_same_recipes
 from duotone.recipes import library
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule, require_rules

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from duotone.ops.sequential import Member, RunsOps, is_plain, run_modules
+from duotone.modules.sequential import Member, RunsOps, is_plain, run_modules
 from duotone.pipeline.slot_roles import KnownRoles
 
 if TYPE_CHECKING:

@@ -9,20 +9,20 @@ from torch.utils.checkpoint import checkpoint
 
 from duotone.comm import SummedOver
 from duotone.errors import UserError
+from duotone.modules import boundary
+from duotone.modules.activation import ActivationOp
+from duotone.modules.extra_tensors import MakeExtraOutput
+from duotone.modules.foreign_states import translate
 from duotone.modules.fused_module import FusedModule, Output
-from duotone.ops.activation import ActivationOp
-from duotone.ops.extra_tensors import MakeExtraOutput
-from duotone.ops.norm import NormOp
-from duotone.ops.sequential import Member, is_plain, run_modules
+from duotone.modules.linear import Linear
+from duotone.modules.norm import NormOp
+from duotone.modules.planned import below
+from duotone.modules.sequential import Member, is_plain, run_modules
+from duotone.modules.split_parameters import fit_pieces
+from duotone.modules.weights import materialise
 from duotone.pipeline.op import Op, is_distributed, run
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
 from duotone.pipeline.titles import title
-from duotone.planned import boundary
-from duotone.planned.foreign_states import translate
-from duotone.planned.linear import Linear
-from duotone.planned.planned import below
-from duotone.planned.split_parameters import fit_pieces
-from duotone.planned.weights import materialise
 from duotone.recipes.recipe import RecipeLike
 from duotone.recipes.roles import QuantizerRole, Site
 

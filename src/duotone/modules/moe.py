@@ -17,14 +17,14 @@ from duotone import formats
 from duotone.errors import UserError
 from duotone.formats import Format
 from duotone.linear.row_counts import Rows
+from duotone.modules.activation import ActivationOp
 from duotone.modules.expert_exchange import Exchange, by_owner, check_dispatch, experts_of, move
 from duotone.modules.fused_module import ModuleGroup
-from duotone.ops.activation import ActivationOp
-from duotone.ops.sequential import run_modules
+from duotone.modules.grouped_linear import GroupedLinear
+from duotone.modules.planned import below
+from duotone.modules.sequential import run_modules
+from duotone.modules.weights import materialise
 from duotone.pipeline.titles import title
-from duotone.planned.grouped_linear import GroupedLinear
-from duotone.planned.planned import below
-from duotone.planned.weights import materialise
 from duotone.recipes.recipe import RecipeLike
 from duotone.state.autocast_context import active_recipe
 from duotone.tensor import Quantizer

@@ -15,10 +15,10 @@ from torch import nn
 
 from duotone.conversion.naming import named_modules, require_model
 from duotone.errors import UserError, path_errors, require_integers
+from duotone.modules.planned import Planned
 from duotone.observe.alarms import Alarm, Alarms
 from duotone.observe.step_statistics import Row, Sent, StepStatistics
 from duotone.observe.tapped_recipe import TappedRecipe, sampled_step
-from duotone.planned.planned import Planned
 from duotone.state.delayed import DelayedState
 
 Write = Callable[[int, Sequence[Row], Sequence[Alarm]], None]

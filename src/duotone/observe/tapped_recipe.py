@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
+from duotone.modules.planned import Planned
 from duotone.observe.sampling import Sampler
-from duotone.planned.planned import Planned
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.tensor.content import WithContent

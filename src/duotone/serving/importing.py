@@ -13,9 +13,9 @@ from duotone import formats
 from duotone.conversion.naming import require_model
 from duotone.errors import RecipeError, UserError, path_errors
 from duotone.formats import Format
-from duotone.planned import delayed_states
-from duotone.planned.planned import Planned
-from duotone.planned.weights import replace, show_values
+from duotone.modules import delayed_states
+from duotone.modules.planned import Planned
+from duotone.modules.weights import replace, show_values
 from duotone.serving.folder import CONFIG, NOTES, as_path, open_files, read_text
 from duotone.serving.schemes import GLOBAL, Scheme, global_scale, scheme_of_group
 from duotone.serving.stored_tensors import StoredNames, own_name, stored_tensors

@@ -16,8 +16,8 @@ from duotone.conversion.skipped import skipped_modules
 from duotone.conversion.transposed import is_transposed
 from duotone.errors import UserError
 from duotone.formats import IDENTITY, Format
+from duotone.modules.planned import Planned
 from duotone.pipeline.op import CAST, info_of
-from duotone.planned.planned import Planned
 from duotone.serving.exported_weight import ExportedWeight
 from duotone.serving.schemes import Scheme, scheme_for
 from duotone.serving.stored_tensors import ExportedExperts, StoredNames, stored_name

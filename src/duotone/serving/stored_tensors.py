@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
-from duotone.planned.delayed_checkpoint import state_names
+from duotone.modules.delayed_checkpoint import state_names
 from duotone.serving.exported_weight import ExportedWeight, share_global_scales
 from duotone.serving.folder import Note
 from duotone.serving.schemes import Scheme

@@ -13,9 +13,9 @@ import duotone
 from duotone.errors import UserError
 from duotone.formats import IDENTITY, Format
 from duotone.modules import MoE
+from duotone.modules.planned import Planned
+from duotone.modules.sent_weights import encodes_itself
 from duotone.observe.candidates import plane_bytes
-from duotone.planned.planned import Planned
-from duotone.planned.sent_weights import encodes_itself
 from duotone.recipes import Recipe
 from duotone.tensor import Plane, Quantizer
 from duotone_lab.memory.wire import Wire

@@ -23,7 +23,7 @@ import duotone
 from duotone import distributed, files
 from duotone.errors import UserError
 from duotone.modules import MoE
-from duotone.planned.planned import Planned
+from duotone.modules.planned import Planned
 from duotone.recipes import Recipe, Schedule
 from duotone.tensor.fsdp import shard_of
 from duotone_lab.memory.storages import total_bytes

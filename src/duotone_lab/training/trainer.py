@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import duotone
 from duotone.errors import UserError
-from duotone.planned.planned import Planned
+from duotone.modules.planned import Planned
 from duotone.recipes import Phase, Recipe, Schedule
 from duotone_lab.training import checkpoint, meta, model, models
 from duotone_lab.training.checkpoint import Checkpoint

@@ -143,7 +143,7 @@ NATIVE = {
     "get_cpu_offload_context": "torch.autograd.graph.save_on_cpu",
     "get_default_recipe": "the recipe by its name",
     "make_graphed_callables": "torch.cuda.make_graphed_callables, with autocast in the forward",
-    "TransformerEngineBaseModule": "duotone.planned.planned.Planned",
+    "TransformerEngineBaseModule": "duotone.modules.planned.Planned",
     "mark_not_offload": "nothing",
     "prepare_te_modules_for_fsdp": "nothing",
     "quantized_model_init": "duotone.quantized_model_init, with recipe=",

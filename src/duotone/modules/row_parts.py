@@ -12,13 +12,13 @@ from duotone.linear.core import LinearStage
 from duotone.linear.operand_plan import REENCODE_IN_GRAPH
 from duotone.linear.plane_source import USE_HELD
 from duotone.linear.sink import GRADIENT
+from duotone.modules.base import PlannedModule, PlannedStage
+from duotone.modules.parametrizations import reads_without_effect
+from duotone.modules.traced_stages import planner_of
+from duotone.modules.weights import records_amaxes
 from duotone.pipeline.row_call import KEEPING
 from duotone.pipeline.rows import PARTS, Part, Rows, held_weight
 from duotone.pipeline.stage import Saved, Stage
-from duotone.planned.base import PlannedModule, PlannedStage
-from duotone.planned.parametrizations import reads_without_effect
-from duotone.planned.traced_stages import planner_of
-from duotone.planned.weights import records_amaxes
 from duotone.tensor.context import Slot
 
 

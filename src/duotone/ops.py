@@ -1,7 +1,6 @@
 """Fusible ops: stages that one autograd function runs, and the modules that are one stage each."""
 
-from duotone.ops import fused_cast  # noqa: F401 (adds its rewrite rules)
-from duotone.ops.activation import (
+from duotone.modules.activation import (
     GEGLU,
     GELU,
     GLU,
@@ -20,14 +19,14 @@ from duotone.ops.activation import (
     SReLU,
     SwiGLU,
 )
-from duotone.ops.basic import AllGather, AllReduce, Bias, ConstantScale, Dropout, Identity, ReduceScatter, Reshape
-from duotone.ops.extra_tensors import AddExtraInput, MakeExtraOutput
-from duotone.ops.norm import L2Normalization, LayerNorm, RMSNorm
-from duotone.ops.quantize_op import Quantize
-from duotone.ops.sequential import Sequential
+from duotone.modules.basic import AllGather, AllReduce, Bias, ConstantScale, Dropout, Identity, ReduceScatter, Reshape
+from duotone.modules.extra_tensors import AddExtraInput, MakeExtraOutput
+from duotone.modules.grouped_linear import GroupedLinear
+from duotone.modules.linear import BasicLinear, Linear
+from duotone.modules.norm import L2Normalization, LayerNorm, RMSNorm
+from duotone.modules.quantize_op import Quantize
+from duotone.modules.sequential import Sequential
 from duotone.pipeline.rewrites import register_rule, unregister_rule
-from duotone.planned.grouped_linear import GroupedLinear
-from duotone.planned.linear import BasicLinear, Linear
 
 __all__ = [
     "GEGLU", "GELU", "GLU", "QGEGLU", "QGELU", "AddExtraInput", "AllGather", "AllReduce", "BasicLinear", "Bias",

@@ -14,9 +14,9 @@ from torch import Tensor
 from duotone.linear.core import LinearStage, as_matrix
 from duotone.linear.operand_plan import COLUMNWISE, USE_SUPPLIED, OperandPlan, columnwise
 from duotone.linear.plane_source import ENCODE_NOW
-from duotone.ops.activation import ActivationStage
-from duotone.ops.basic import ProducerStage
-from duotone.ops.norm import NormStage
+from duotone.modules.activation import ActivationStage
+from duotone.modules.basic import ProducerStage
+from duotone.modules.norm import NormStage
 from duotone.pipeline.rewrites import register_rule, replace_pairs
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.tensor.context import Slot

@@ -13,10 +13,10 @@ from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage
 from duotone.linear.plane_source import ENCODE_NOW, WeightCache
 from duotone.linear.sink import GRADIENT, Deferred, Queue, Sink, ToMainGrad
+from duotone.modules.base import PlannedModule
 from duotone.pipeline.row_call import RowPart
 from duotone.pipeline.stage import AUTOGRAD, ELSEWHERE, ELSEWHERE_WITH_ZEROS
 from duotone.pipeline.titles import title
-from duotone.planned.base import PlannedModule
 
 
 class WeightOptions:

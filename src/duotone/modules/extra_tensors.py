@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from duotone.errors import UserError
-from duotone.ops.basic import BasicOp, PlainStage
+from duotone.modules.basic import BasicOp, PlainStage
 from duotone.pipeline.op import TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 

@@ -16,22 +16,22 @@ from duotone.linear.plan import LinearPlan, PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
 from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD, USE_IN_GRAPH
 from duotone.linear.sink import GRADIENT, main_grad
+from duotone.modules import delayed_states, trace_errors, traced_stages
+from duotone.modules.answers import content, shared
+from duotone.modules.base import Call, PlannedModule, PlannedStage, Plans
+from duotone.modules.parametrizations import reads_without_effect, weights_of
+from duotone.modules.row_parts import add_parts
+from duotone.modules.same_recipes import WRAPPED
+from duotone.modules.sent_weights import require_planes
+from duotone.modules.traced_stages import TracedSlot
+from duotone.modules.weight_options import WeightOptions
+from duotone.modules.weights import demand, follow, is_sent, lacks_rowwise, records_amaxes
 from duotone.numbered import ByName
 from duotone.pipeline.op import TensorInfo
 from duotone.pipeline.row_call import RowPart
 from duotone.pipeline.saved_forwards import KEEPS
 from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.pipeline.titles import title
-from duotone.planned import delayed_states, trace_errors, traced_stages
-from duotone.planned.answers import content, shared
-from duotone.planned.base import Call, PlannedModule, PlannedStage, Plans
-from duotone.planned.parametrizations import reads_without_effect, weights_of
-from duotone.planned.row_parts import add_parts
-from duotone.planned.same_recipes import WRAPPED
-from duotone.planned.sent_weights import require_planes
-from duotone.planned.traced_stages import TracedSlot
-from duotone.planned.weight_options import WeightOptions
-from duotone.planned.weights import demand, follow, is_sent, lacks_rowwise, records_amaxes
 from duotone.recipes.recipe import Recipe, drop_dead
 from duotone.state import seeds
 from duotone.state.autocast_context import active_region

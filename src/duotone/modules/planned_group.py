@@ -11,11 +11,11 @@ from duotone.linear.grouped import GroupedStage
 from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.linear.row_counts import Rows
 from duotone.linear.sink import GRADIENT
+from duotone.modules.planned import Planned
+from duotone.modules.trace_errors import refuse_export
 from duotone.pipeline.op import TensorInfo, require_fit
 from duotone.pipeline.stage import Stage
 from duotone.pipeline.titles import title
-from duotone.planned.planned import Planned
-from duotone.planned.trace_errors import refuse_export
 from duotone.recipes.roles import QuantizerRole
 from duotone.state import seeds
 from duotone.tensor import QuantizedTensor, Quantizer

@@ -18,11 +18,11 @@ from duotone.errors import UserError
 from duotone.formats import IDENTITY
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plane_source import STEPS
+from duotone.modules import delayed_states
+from duotone.modules.base import Call, PlannedModule
+from duotone.modules.split_parameters import ONE_WEIGHT, is_split
 from duotone.pipeline.op import CAST, is_distributed
 from duotone.pipeline.titles import title
-from duotone.planned import delayed_states
-from duotone.planned.base import Call, PlannedModule
-from duotone.planned.split_parameters import ONE_WEIGHT, is_split
 from duotone.state.region import active_recipe
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import FixedScale, QuantizeContext, Slot

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from duotone.comm import SummedOver
 from duotone.dispatch.norms import NORMS, L2Kernel, LayerNormKernel, RMSNormKernel, widened
 from duotone.errors import UserError, one_of
-from duotone.ops.basic import ProducerStage
+from duotone.modules.basic import ProducerStage
+from duotone.modules.split_parameters import tensors_of
+from duotone.modules.weights import materialise
 from duotone.pipeline.op import Op, TensorInfo
 from duotone.pipeline.rows import in_parts
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.pipeline.titles import title
-from duotone.planned.split_parameters import tensors_of
-from duotone.planned.weights import materialise
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,11 +10,11 @@ from torch import Tensor
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY
 from duotone.linear.operand_plan import BACKWARD_OPERANDS
+from duotone.modules.answers import content
+from duotone.modules.basic import BasicOp
 from duotone.numbered import ByName, constant_in_traces
-from duotone.ops.basic import BasicOp
 from duotone.pipeline.op import TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
-from duotone.planned.answers import content
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead, recipe_of
 from duotone.recipes.roles import ANYWHERE, QuantizerRole
 from duotone.state import seeds

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
-from duotone.planned.delayed_states import STATES
+from duotone.modules.delayed_states import STATES
 from duotone.state.delayed import DelayedState
 from duotone.state.seeds import require_memory
 

@@ -11,13 +11,13 @@ from duotone.errors import UserError
 from duotone.linear.grouped import GroupedStage
 from duotone.linear.layout import local_sizes, parallel_layout
 from duotone.linear.row_counts import Rows, device_splits, host_splits
+from duotone.modules.output_buffers import check_place, placed_gradient, placed_output
+from duotone.modules.planned_group import PlannedGroup, Splits
+from duotone.modules.split_parameters import tensors_of
+from duotone.modules.weights import initialise, keep_initialiser, quantize_weights
 from duotone.pipeline.autograd import is_transformed
 from duotone.pipeline.op import Op, info_of, is_distributed, run
 from duotone.pipeline.titles import title
-from duotone.planned.output_buffers import check_place, placed_gradient, placed_output
-from duotone.planned.planned_group import PlannedGroup, Splits
-from duotone.planned.split_parameters import tensors_of
-from duotone.planned.weights import initialise, keep_initialiser, quantize_weights
 from duotone.recipes.recipe import RecipeLike
 from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.tensor import QuantizedTensor

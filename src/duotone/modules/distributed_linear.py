@@ -20,10 +20,10 @@ from torch import Tensor
 
 from duotone.errors import UserError
 from duotone.linear.layout import GatheringShards, ScatteringShards, Sharded
+from duotone.modules.base import PlannedModule
+from duotone.modules.split_parameters import joined, parameters_of
 from duotone.pipeline.op import is_distributed, refuse_distributed
 from duotone.pipeline.titles import title
-from duotone.planned.base import PlannedModule
-from duotone.planned.split_parameters import joined, parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement

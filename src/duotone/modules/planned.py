@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from duotone.linear.core import LinearStage
 from duotone.linear.layout import parallel_layout
 from duotone.linear.plan import GemmPlan, LinearPlan
+from duotone.modules import delayed_states, traced_stages
+from duotone.modules.base import PlannedStage
+from duotone.modules.foreign_states import translate
+from duotone.modules.planner import Planner
+from duotone.modules.sent_weights import send_planes
+from duotone.modules.weights import ShardedParameters, mark_entries, moved, stay_quantized
 from duotone.pipeline.op import info_of, is_distributed
 from duotone.pipeline.slot_roles import ConsumerRoles
-from duotone.planned import delayed_states, traced_stages
-from duotone.planned.base import PlannedStage
-from duotone.planned.foreign_states import translate
-from duotone.planned.planner import Planner
-from duotone.planned.sent_weights import send_planes
-from duotone.planned.weights import ShardedParameters, mark_entries, moved, stay_quantized
 from duotone.recipes.recipe import RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, UNNAMED, QuantizerRole, Site
 from duotone.recipes.rules import Rule

@@ -12,9 +12,9 @@ from duotone.dispatch.stages import amax_of
 from duotone.errors import RecipeError
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
+from duotone.modules.base import PlannedModule
+from duotone.modules.parametrizations import weights_of
 from duotone.pipeline.titles import title
-from duotone.planned.base import PlannedModule
-from duotone.planned.parametrizations import weights_of
 from duotone.recipes.delayed import check_requests
 from duotone.recipes.roles import Site
 from duotone.state import rolling

@@ -9,11 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from duotone.linear.core import LinearStage
 from duotone.linear.layout import WHOLE
 from duotone.linear.plan import LinearPlan
-from duotone.ops.sequential import is_hooked
+from duotone.modules.linear import PlannedLinear
+from duotone.modules.sequential import is_hooked
+from duotone.modules.split_parameters import joined, tensors_of
 from duotone.pipeline.op import Op, TensorInfo, is_distributed, require_fit
 from duotone.pipeline.stage import Stage
-from duotone.planned.linear import PlannedLinear
-from duotone.planned.split_parameters import joined, tensors_of
 from duotone.recipes.recipe import Recipe
 
 Linears = Sequence[PlannedLinear]

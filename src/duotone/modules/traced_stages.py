@@ -16,14 +16,14 @@ from torch import Tensor
 from torch._guards import TracingContext
 
 from duotone.errors import UserError
+from duotone.modules.answers import Answers, shared, warn_of_identities
+from duotone.modules.base import RECOMPUTED, Call, OwnsSlots, PlannedModule, PlannedStage, Plans
+from duotone.modules.parametrizations import reads_without_effect
+from duotone.modules.trace_errors import leave_to_eager
 from duotone.numbered import ByName, Numbered, attribute_name, constant_in_traces, with_guards, without_guards
 from duotone.pipeline.op import is_distributed
 from duotone.pipeline.row_call import KEEPING
 from duotone.pipeline.rows import PARTS
-from duotone.planned.answers import Answers, shared, warn_of_identities
-from duotone.planned.base import RECOMPUTED, Call, OwnsSlots, PlannedModule, PlannedStage, Plans
-from duotone.planned.parametrizations import reads_without_effect
-from duotone.planned.trace_errors import leave_to_eager
 from duotone.recipes.recipe import drop_dead, keep_for_graphs, recipe_of
 from duotone.state import seeds
 from duotone.state.delayed_slot import define_slot_ops

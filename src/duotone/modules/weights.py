@@ -13,12 +13,12 @@ from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import IDENTITY
 from duotone.linear.core import record
 from duotone.linear.layout import compared
+from duotone.modules.base import PlannedModule
+from duotone.modules.delayed_states import name_on_all_ranks, weight_context
+from duotone.modules.sent_weights import send_planes
+from duotone.modules.split_parameters import is_split, require_one_weight
 from duotone.pipeline.op import is_distributed
 from duotone.pipeline.titles import title
-from duotone.planned.base import PlannedModule
-from duotone.planned.delayed_states import name_on_all_ranks, weight_context
-from duotone.planned.sent_weights import send_planes
-from duotone.planned.split_parameters import is_split, require_one_weight
 from duotone.state.autocast_context import DEFAULT_RECIPE, HIGH_PRECISION
 from duotone.state.delayed import DelayedState
 from duotone.state.parameters import construction

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from duotone.comm import require_same
+from duotone.modules.base import PlannedModule
+from duotone.modules.delayed_states import STATES
+from duotone.modules.weights import described
 from duotone.numbered import never_compiled
-from duotone.planned.base import PlannedModule
-from duotone.planned.delayed_states import STATES
-from duotone.planned.weights import described
 from duotone.state.seeds import BUFFER
 
 UNLIKE = "do not follow the same recipes", "convert the model alike on all ranks"

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.linear.core import LinearStage
 from duotone.linear.layout import local_sizes, parallel_layout
+from duotone.modules import boundary, delayed_states, distributed_linear
+from duotone.modules.planned import Planned
+from duotone.modules.split_parameters import Splits, is_split, pieces, share_buffer, split_parameters, whole_of
+from duotone.modules.weights import initialise, keep_initialiser, quantize_weights
 from duotone.pipeline.autograd import Outputs
 from duotone.pipeline.op import Op, TensorInfo, is_distributed, require_fit, run
 from duotone.pipeline.stage import Stage
-from duotone.planned import boundary, delayed_states, distributed_linear
-from duotone.planned.planned import Planned
-from duotone.planned.split_parameters import Splits, is_split, pieces, share_buffer, split_parameters, whole_of
-from duotone.planned.weights import initialise, keep_initialiser, quantize_weights
 from duotone.recipes.recipe import RecipeLike
 from duotone.state import seeds
 from duotone.state.autocast_context import HIGH_PRECISION

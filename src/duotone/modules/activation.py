@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from duotone.dispatch.activations import QUICK, Activation, activation
 from duotone.errors import UserError
-from duotone.ops.basic import ProducerStage
+from duotone.modules.basic import ProducerStage
 from duotone.pipeline.op import Op, TensorInfo
 from duotone.pipeline.rows import in_parts
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage

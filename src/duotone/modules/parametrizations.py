@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, cached
 
-from duotone.planned.base import PlannedModule
+from duotone.modules.base import PlannedModule
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 from typing import NoReturn
 
 from duotone.errors import UserError
+from duotone.modules.base import Call, Plans
 from duotone.numbered import constant_in_traces
-from duotone.planned.base import Call, Plans
 from duotone.recipes.recipe import Recipe
 from duotone.state.region import AmaxMode
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from duotone.comm import all_gather, all_reduce, reduce_scatter
 from duotone.errors import UserError
 from duotone.linear.core import as_matrix
+from duotone.modules.weights import materialise
 from duotone.pipeline.op import Op, TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
-from duotone.planned.weights import materialise
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,3 +1,0 @@
-"""Modules that follow plans: what they share, and Linear and GroupedLinear."""
-
-__all__: list[str] = []
