@@ -13,7 +13,7 @@ from duotone.conversion.skipped import Reasons
 from duotone.conversion.transposed import TransposedLinear, is_transposed
 from duotone.linear.plan import PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
-from duotone.modules.base import Call
+from duotone.modules.base import Call, PlannedModule
 from duotone.modules.linear import Linear, PlannedLinear
 from duotone.modules.planned import Planned
 from duotone.recipes.recipe import Recipe
@@ -170,4 +170,4 @@ def original_class(kind: type) -> type:
     """The class from which `converted_class` came."""
     if PARAMETRIZED in vars(kind):
         return vars(kind)[PARAMETRIZED]
-    return next(base for base in kind.__mro__ if issubclass(base, nn.Module) and not issubclass(base, Planned))
+    return next(base for base in kind.__mro__ if issubclass(base, nn.Module) and not issubclass(base, PlannedModule))
