@@ -694,3 +694,19 @@ def test_parameters_in_the_formats_of_a_recipe_keep_their_codes_when_they_are_co
     before = [part.clone() for part in m.weight.parts]
     duotone.convert_parameters(m, name)
     assert all(torch.equal(a, b) for a, b in zip(before, m.weight.parts, strict=True))
+
+
+@pytest.mark.parametrize("is_cast", [False, True], ids=["mxfp8", "float"])
+def test_hooks_on_weights_stay_when_their_storage_changes(is_cast: bool) -> None:
+    """A mask of gradients, or an optimizer in the backward, that was there before ran no more."""
+    model = duotone.convert(nn.Sequential(nn.Linear(32, 32)).bfloat16(), "nvfp4")
+    duotone.convert_parameters(model, "nvfp4")
+    weight, steps = model[0].weight, []
+    handle = weight.register_hook(lambda gradient: gradient * 0)
+    weight.register_post_accumulate_grad_hook(lambda p: steps.append(p.grad.clone()))
+    model.float() if is_cast else duotone.convert_parameters(model, "mxfp8")
+    x = torch.randn(8, 32, dtype=model[0].bias.dtype)
+    model(x).sum().backward()
+    handle.remove()
+    model(x).sum().backward()
+    assert model[0].weight is weight and [bool(step.any()) for step in steps] == [False, True]

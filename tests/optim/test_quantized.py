@@ -166,6 +166,40 @@ def test_delayed_states_roll_once_for_a_write_and_the_forward_after_it() -> None
     assert (state.amax_history[-1] == amax).any() and not state.amax_history[0].any()
 
 
+@pytest.mark.parametrize("region", [True, False], ids=["region", "model"])
+def test_a_step_inside_of_the_backward_moves_the_scale_of_a_weight(region: bool) -> None:
+    """As torch's tutorial on optimizers in the backward: the largest weights stayed clipped at their first maximum."""
+    recipe, runs = recipes.load("fp8-delayed"), []
+    x, target = torch.randn(32, 32).bfloat16(), 40 * torch.randn(32, 32)
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        model = duotone.convert(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)).bfloat16(), recipe)
+        duotone.convert_parameters(model, recipe)
+        optimizers = {p: AdamW([p], lr=3e-2) for p in model.parameters()}
+
+        def step(p: torch.Tensor, optimizers: dict[torch.Tensor, AdamW] = optimizers) -> None:
+            optimizers[p].step()
+            p.grad = None
+
+        for p in optimizers if in_backward else ():
+            p.register_post_accumulate_grad_hook(step)
+        for _ in range(12):
+            with duotone.autocast(recipe=recipe) if region else nullcontext():
+                y = model(x)
+            (y.float() - target).square().mean().backward()
+            for p in () if in_backward else optimizers:
+                step(p)
+        weight = model[0].weight
+        master = optimizers[weight].state[weight]["master"]
+        # E4M3 rounds by 1/16 of a value at the most, and by a third of that on average.
+        assert (weight.dequantize().float() - master).norm() < master.norm() / 16
+        state = model[0].duotone_forward  # it rolls with the next backward
+        runs.append([weight.dequantize(), state.scale.clone(), state.amax_history.clone()])
+    if region:
+        for behind, within in zip(*runs, strict=True):
+            assert torch.equal(behind, within)
+
+
 def test_a_cached_weight_notices_a_step() -> None:
     recipe = recipes.load("mxfp8")
     model = duotone.convert(nn.Sequential(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)), recipe, ())

@@ -178,7 +178,7 @@ def quantize_weights(module: PlannedModule) -> None:
 
 
 def replace(old: Tensor, new: nn.Parameter) -> None:
-    """Make the parameter object `old` be `new`, so that optimizers and ties keep it; its gradient and marks stay.
+    """Make the parameter object `old` be `new`, so that optimizers and ties keep it; gradient, hooks and marks stay.
 
     An initial value stays as long as nothing was written, because `new` starts with no writes. UserError if something
     holds a weak reference to `old`.
@@ -192,6 +192,9 @@ def replace(old: Tensor, new: nn.Parameter) -> None:
     # A gradient on meta has no values to move.
     if old.grad is not None and new.grad is None and (new.is_meta or not old.grad.is_meta):
         new.grad = old.grad.to(device=new.device, dtype=new.dtype)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(old, hooks):  # torch keeps them at what is swapped
+            setattr(new, hooks, getattr(old, hooks))
     try:
         torch.utils.swap_tensors(old, new)
     except RuntimeError as error:

@@ -11,7 +11,7 @@ from duotone.capture import is_capturing
 from duotone.errors import UserError
 from duotone.numbered import Numbered
 from duotone.state import history
-from duotone.state.region import EVALUATION, AmaxMode
+from duotone.state.region import EVALUATION, WRITES, AmaxMode
 from duotone.tensor.history import History
 
 
@@ -181,7 +181,7 @@ class DelayedState(nn.Module):
             return self.step.deferred
         if mode not in EVALUATION:
             self.step.before, self.step.deferred = None, mode is AmaxMode.DEFER
-        return mode is AmaxMode.RECORD or mode is AmaxMode.WRITE
+        return mode is AmaxMode.RECORD or mode in WRITES
 
     def used(self, recompute: bool) -> Scales:
         """The scales that a forward uses now, or those of the forward that is recomputed."""

@@ -22,7 +22,7 @@ from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, define_op
 from duotone.state import frames, history
 from duotone.state.delayed import STATES, DelayedState, Scales, state_of
-from duotone.state.region import AMAX_MODES, EVALUATION, AmaxMode, in_backward
+from duotone.state.region import AMAX_MODES, EVALUATION, WRITES, AmaxMode, in_backward
 from duotone.state.rolling import pending
 from duotone.state.torch_private import graph_task_id, is_faking
 from duotone.tensor.context import OpenSlot, Slot
@@ -75,8 +75,8 @@ class DelayedSlot(Slot):
         """The state. UserError if its module is gone."""
         return self.owner or state_of(self.state)
 
-    def for_writes(self) -> Slot:
-        return self if self.backward else replace(self, mode=AmaxMode.WRITE)
+    def for_writes(self, by_training: bool) -> Slot:
+        return self if self.backward else replace(self, mode=AmaxMode.STEP if by_training else AmaxMode.WRITE)
 
     def events(self) -> tuple[int, int]:
         return tuple(self.holder.events[:, self.index].tolist())  # type: ignore[return-value]  # a column has two
@@ -133,7 +133,8 @@ class DelayedSlot(Slot):
         if mode is AmaxMode.USE and state.is_foreign:  # a scale that clips gives way
             mode = AmaxMode.FIT
         step = state.step
-        earlier = frames.recomputed() if running and not self.backward else None
+        is_write = mode in WRITES
+        earlier = frames.recomputed() if running and not (self.backward or is_write) else None
         if earlier is not None:
             entries = [earlier.take(slot.key) for slot in slots]
             step.before, step.deferred = entries[0]
@@ -158,7 +159,7 @@ class DelayedSlot(Slot):
             opened.append(OpenDelayedSlot(slot, state, entry[0], mode, record, slot.index in new))
         if not self.backward:
             frames.remember_for_graph(used)
-        pending().add(self.state, self.group, record, running, self.backward)
+        pending().add(self.state, self.group, record, running, self.backward, is_write)
         return opened
 
 

@@ -49,12 +49,15 @@ class AmaxMode(Enum):
     that does."""
     WRITE = "write"
     """A write of values that no step of an optimizer with masters made. As RECORD, but the scale fits the values."""
+    STEP = "step"
+    """A write by a step of an optimizer with masters. As RECORD, and inside of a backward it is no recompute."""
 
     __hash__ = object.__hash__  # Enum's is a Python function, and plans are looked up by their mode
 
 
 EVALUATION = AmaxMode.USE, AmaxMode.FIT
 """Modes that leave the state of delayed scaling as it is."""
+WRITES = AmaxMode.WRITE, AmaxMode.STEP
 AMAX_MODES = {mode.value: mode for mode in AmaxMode}
 
 

@@ -52,6 +52,8 @@ class Pending:
 
     def __init__(self) -> None:
         self.backward: Recorded = set()
+        self.written: Recorded = set()
+        """Written inside of a running backward: they roll with the next step, as after a write behind the backward."""
         self.in_capture = False
         """Whether a CUDA graph holds some of them."""
         self.end: weakref.ref[partial[None]] | None = None
@@ -63,8 +65,8 @@ class Pending:
             THREADS[:] = [t for t in THREADS if t.backward or t.thread.is_alive() or t is OTHERS]
             THREADS.append(self)
 
-    def add(self, state: str, group: str, recorded: bool, running: bool, backward: bool) -> None:
-        """A slot of the state was opened, a `backward` slot or not, while a backward is `running` or not."""
+    def add(self, state: str, group: str, recorded: bool, running: bool, backward: bool, write: bool) -> None:
+        """A slot of the state was opened, a `backward` slot or for a `write`, while a backward is `running` or not."""
         if self.end is not None and self.end() is None:
             self.forget_failed()
         if running and self.end is None:
@@ -74,7 +76,8 @@ class Pending:
             captured = is_capturing()
             if region is not None and captured and not region.in_capture:
                 raise UserError(OLD_REGION)
-            (self.backward if region is None else region.recorded).add(Recording(state, group, captured))
+            waits = self.written if write and running else self.backward
+            (waits if region is None else region.recorded).add(Recording(state, group, captured))
             self.in_capture |= captured
             if region is None and not (backward or running) and PIPELINES in sys.modules and in_pipeline(MICROBATCH):
                 warnings.warn(ALONE, stacklevel=2)
@@ -86,7 +89,7 @@ class Pending:
         """Forget the recordings of a failed backward. Its amaxes stay in their histories and count in the next step."""
         if self.end is not None and self.end() is None:
             self.end = None
-            self.backward.clear()
+            self.backward, self.written = self.written, set()
 
     def schedule(self) -> None:
         """Roll when the outermost running backward ends. A nested one, of a reentrant recompute, schedules nothing."""
@@ -105,6 +108,7 @@ class Pending:
             others = [other for other in THREADS if other.backward and self._serves(other)]
         for other in others:
             finished |= other.take()
+        self.backward, self.written = self.backward | self.written, set()
         roll(finished)
 
     def warn_in_long_region(self) -> None:

@@ -34,8 +34,8 @@ class Slot:
     is_new = False
     """Whether the scale follows from the first tensor, which must then exist before the cast."""
 
-    def for_writes(self) -> "Slot":
-        """The slot for values that something else than training made, which its scale has to fit."""
+    def for_writes(self, by_training: bool) -> "Slot":
+        """The slot for a write: one of training follows the history, and the scale fits all other values."""
         return self
 
     def events(self) -> tuple[int, int]:

@@ -187,7 +187,7 @@ class Writes(PlaneTensor):
         slots = ctx.slots
         if slots == (None, None):
             row, col = self.context.slots
-            slots = (row, col) if by_training else (row and row.for_writes(), col and col.for_writes())
+            slots = row and row.for_writes(by_training), col and col.for_writes(by_training)
         if slots == (None, None) and any(p is not None and p.format.is_delayed for p in self.planes):
             row, col = (_KeptScale(p) if p is not None and p.format.is_delayed else None for p in self.planes)
             slots = (row or col, col)
