@@ -86,7 +86,7 @@ def test_the_ops_of_a_row_are_what_their_schemas_say(recipe: str) -> None:
     m = duotone.Linear(32, 32, recipe=recipes.load(recipe))
     x, prefix = torch.randn(4, 32), "stateful_" * (recipe == "fp8-delayed")
     row = RowPart.of(template_of(plan_of(m, x)).stage.row_part)
-    handles, call = [m.plans.handle] if prefix else [], RowCall((row.name,), (4,) * 3, (False,) * 4, (), NUMBERS)
+    handles, call = [m.plans.handle] if prefix else [], RowCall((row.name,), (4,) * 4, (False,) * 4, (), NUMBERS)
     checks = CHECKS[:1] + CHECKS[2:3] if prefix else CHECKS  # a history keeps what a call of a check has recorded
     run, gradients = (getattr(torch.ops.duotone, f"{prefix}row{end}").default for end in ("", "_gradients"))
     arguments = (x, [m.weight.detach(), m.bias.detach(), None], handles, call.text, [])
@@ -104,7 +104,7 @@ def test_the_ops_of_a_row_that_keeps_tensors_are_what_their_schemas_say(name: st
     m = duotone.Linear(32, 32, recipe=recipes.load("mxfp8"))
     x = torch.randn(4, 32)
     part = f"{template_of(plan_of(m, x)).stage.name}/None"
-    call = RowCall((part,), (4,) * 3, (False,) * 4, (), NUMBERS)
+    call = RowCall((part,), (4,) * 4, (False,) * 4, (), NUMBERS)
     arguments = (x, [m.weight.detach(), m.bias.detach(), None], [m.plans.handle], call.text, [])
     # Two calls never give the same token.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")

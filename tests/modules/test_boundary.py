@@ -234,3 +234,20 @@ def test_a_graph_reads_a_quantized_input_in_its_formats() -> None:
     for call in (module, torch.compile(module, backend="aot_eager", fullgraph=True)):
         with pytest.raises(Exception, match="would multiply input rowwise with weight rowwise"):
             call(x)
+
+
+@pytest.mark.parametrize("options", [{"is_first_microbatch": True}, {"is_first_microbatch": False}, {}], ids=str)
+def test_a_graph_keeps_tensors_between_calls_beside_a_quantized_input(options: dict) -> None:
+    """It was refused. Without `options` the weight gradients go into `main_grad`."""
+    x = recipes.load("mxfp8")(QuantizerRole("linear", "input")).quantize(torch.randn(2, 16, 64))
+    results = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        module = duotone.Linear(64, 32, recipe="mxfp8", fuse_wgrad_accumulation=not options)
+        module.weight.main_grad = torch.zeros(32, 64)
+        call = torch.compile(module, backend="aot_eager", fullgraph=True) if compiles else module
+        for _ in range(2):
+            y = call(x, **options)
+            y.square().sum().backward()
+        results.append([y, module.weight.main_grad, module.bias.grad, *([module.weight.grad] if options else [])])
+    assert all(map(torch.equal, *results)) and (not options) is bool(results[0][1].any())

@@ -223,8 +223,8 @@ class LinearPlan:
     @property
     def is_row_part(self) -> bool:
         """Whether rows of graphs hold a linear with this plan."""
-        is_quantized = self.input.source is ENCODE_NOW or self.weight.source in (ENCODE_NOW, USE_HELD)
-        return is_quantized and self.input.source in (HIGH_PRECISION, ENCODE_NOW)
+        low, source = (ENCODE_NOW, USE_HELD), self.input.source
+        return source in low or (source is HIGH_PRECISION and self.weight.source in low)
 
     @property
     def digest(self) -> str:

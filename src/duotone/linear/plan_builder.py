@@ -25,7 +25,6 @@ from duotone.linear.plane_source import (
     DEQUANTIZE_HELD,
     ENCODE_NOW,
     USE_HELD,
-    USE_IN_GRAPH,
     PlaneSource,
     source_of_plain,
 )
@@ -109,8 +108,7 @@ def _with_held(request: PlanRequest, answers: Quantizers) -> tuple[Quantizers, d
         return dict(answers), sources
     if answers["input"].rowwise == answers["input"].columnwise == IDENTITY:
         return dict(answers), {**sources, "input": DEQUANTIZE_HELD}
-    source = USE_IN_GRAPH if request.is_traced else USE_HELD
-    return {**answers, "input": request.input_held}, {**sources, "input": source}
+    return {**answers, "input": request.input_held}, {**sources, "input": USE_HELD}
 
 
 def _source_of_held_weight(request: PlanRequest, target_quantizer: Quantizer, present: Quantizer) -> PlaneSource:

@@ -78,13 +78,6 @@ def _cast_after(x: Tensor, like: Tensor) -> Tensor:
 define_op("cast_after(Tensor x, Tensor like) -> Tensor", _cast_after, _cast_after)
 
 
-def _planes_in_graph(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-    from duotone.tensor.traced_quantize import planes_in_graph  # imports Dynamo
-
-    assert isinstance(x, QuantizedTensor)
-    return planes_in_graph(x, usage)
-
-
 def _dequantized(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
     assert isinstance(x, QuantizedTensor)
     return quantizer.encode(x.values(ctx.nominal or x.dtype), usage, ctx)
@@ -96,8 +89,6 @@ HIGH_PRECISION = PlaneSource("high precision", _values)
 """A plain tensor that stays in high precision."""
 USE_HELD = PlaneSource("held", _planes_of)
 """The planes of a quantized tensor."""
-USE_IN_GRAPH = PlaneSource("held", _planes_in_graph)
-"""In a trace: the planes of a quantized input, which the graph may make itself."""
 DEQUANTIZE_HELD = PlaneSource("held, dequantized", _dequantized)
 """The values of a quantized tensor in a plan that computes in high precision."""
 

@@ -14,7 +14,7 @@ from duotone.linear.core import Calibrating, LinearStage
 from duotone.linear.layout import Layout, compared
 from duotone.linear.plan import LinearPlan, PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
-from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD, USE_IN_GRAPH
+from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD
 from duotone.linear.sink import GRADIENT, main_grad
 from duotone.modules import delayed_states, trace_errors, traced_stages
 from duotone.modules.answers import content, shared
@@ -220,9 +220,6 @@ class Planner(Plans):
         key = self.config, getattr(self.answered, recipe.key), recipe.key, *grads, mode.value
         name = traced_stages.plan_name((*key, *where))
         stage = traced_stages.template_of(name).stage
-        if quantizer is not None and any(records_amaxes(weight) for weight in module.weights):
-            if not isinstance(stage, LinearStage) or not stage.row_part or not quantizer.delayed[0]:
-                trace_errors.refuse_amaxes()
         return stage
 
     def answer(self, recipe: Recipe) -> dict[str, Quantizer]:
@@ -246,7 +243,7 @@ class Planner(Plans):
         part = f"{name}@{plan.digest}"
         row = RowPart(part).text if plan.is_row_part else ""
         stage = module.make_stage([LinearStage(each, GRADIENT, part, row, not plan.is_shared) for each in plans])
-        add_parts(part, name, stage, module)
+        add_parts(part, name, stage, module, call)
         return stage
 
     def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
@@ -362,8 +359,6 @@ class Planner(Plans):
             if first.device != (device := module.weights[0].device):
                 raise UserError(f"is_first_microbatch is on {first.device} and the weight on {device}; move it there")
             self.options.flag = first
-        if compiling and stage.plan.input.source is USE_IN_GRAPH:
-            raise UserError(f"{title(module)}: {KEEPS}, and compiled take no quantized input: dequantize it")
         if compiling and not isinstance(first, Tensor):
             return stage.in_rows(self.options.row_part(stage, first).text)
         # A recompute is no new microbatch.

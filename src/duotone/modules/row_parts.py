@@ -12,12 +12,12 @@ from duotone.linear.core import LinearStage
 from duotone.linear.operand_plan import REENCODE_IN_GRAPH
 from duotone.linear.plane_source import USE_HELD
 from duotone.linear.sink import GRADIENT
-from duotone.modules.base import PlannedModule, PlannedStage
+from duotone.modules.base import Call, PlannedModule, PlannedStage
 from duotone.modules.parametrizations import reads_without_effect
 from duotone.modules.traced_stages import planner_of
 from duotone.modules.weights import records_amaxes
 from duotone.pipeline.row_call import KEEPING
-from duotone.pipeline.rows import PARTS, Part, Rows, held_weight
+from duotone.pipeline.rows import PARTS, Held, Part, Rows
 from duotone.pipeline.stage import Saved, Stage
 from duotone.tensor.context import Slot
 
@@ -41,18 +41,20 @@ class ShapesOfGroup(Stage):
         return x.new_empty((*x.shape[:-1], operands[2].shape[0])), ()
 
 
-def add_parts(name: str, template: str, stage: PlannedStage, module: PlannedModule) -> None:
+def add_parts(name: str, template: str, stage: PlannedStage, module: PlannedModule, call: Call) -> None:
     """Let rows hold a stage under a name, if they can, and its variants that keep tensors between calls."""
     plan, member = stage.plan, stage.linears[0]
     with reads_without_effect(module):
-        held = module.weight_held and held_weight(module.weight_held, module.weights[0])
-    shapes: Stage = ShapesOfGroup(stage.arity)
-    shares = stage.ordered((False, False, [plan.weight.may_share] * len(stage.linears), [False] * len(stage.linears)))
-    part = Part(shapes, None, held, (plan.input.may_share, *map(bool, shares)), plan.input_grad, True, is_home=True)
+        weight, quantizer = module.weights[0], module.weight_held
+        held = quantizer and Held(quantizer, weight.dtype, weight.shape)
+    of_input, shapes = call.input_held and Held(call.input_held, call.dtype), ShapesOfGroup(stage.arity)
+    shares, none = [plan.weight.may_share] * len(stage.linears), [False] * len(stage.linears)
+    sources = plan.input.may_share, *map(bool, stage.ordered((False, False, shares, none)))
+    part = Part(shapes, None, held, of_input, sources, plan.input_grad, True, is_home=True)
     if stage is member:
         part.stage = LinearStage(plan.with_slots(lambda *_: ShapeSlot()) if plan.is_delayed else plan, GRADIENT)
         of_one = None if plan.is_shared else partial(of_module, template)
-        sources = *part.sources[:-1], plan.seeds > 0  # a seed, beside the saved tensors
+        sources = *sources[:-1], plan.seeds > 0  # a seed, beside the saved tensors
         recomputes = plan.input.backward is REENCODE_IN_GRAPH
         PARTS[name] = replace(part, of_module=of_one, sources=sources, recomputes=recomputes)
     for end, first in KEEPING.items():

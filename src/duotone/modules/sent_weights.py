@@ -50,7 +50,7 @@ def gather_quantized(model: nn.Module) -> nn.Module:
     forward. Parameters, gradients, optimizer states and checkpoints stay plain. A weight keeps the formats of its first
     forward. Some weights travel in high precision, with a warning: weights in pieces, packed ones, weights that FSDP2
     cuts along columns, and all under backward_override = "high_precision". UserError if a recipe rounds weights
-    stochastically, and in compiled code if it scales columnwise planes alone by history.
+    stochastically.
 
     Under torch.autocast planes encode what it casts, if it is on around the call of the sharded model.
     """

@@ -1,7 +1,5 @@
 """Errors in traces: what a trace refuses, and what it leaves to eager code."""
 
-from typing import NoReturn
-
 from duotone.errors import UserError
 from duotone.modules.base import Call, Plans
 from duotone.numbered import constant_in_traces
@@ -20,15 +18,6 @@ def leave_to_eager(planner: Plans, recipe: Recipe, call: Call, mode: AmaxMode, e
         planner.plan(recipe, call, mode)
     except UserError:
         raise Unsupported(f"{type(error).__name__}: {error}") from error
-
-
-@constant_in_traces
-def refuse_amaxes() -> NoReturn:
-    """UserError in a trace that would record no amax of a weight of `gather_quantized`."""
-    raise UserError(
-        "compiled code records amaxes of weights that gather_quantized sends only for a linear whose rowwise scale is "
-        "delayed; leave this layer eager, use a recipe with current scales, or duotone.convert_parameters"
-    )
 
 
 @constant_in_traces

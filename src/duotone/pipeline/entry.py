@@ -31,6 +31,7 @@ from duotone.pipeline.saved_forwards import ForBackward, Token, forward_of
 from duotone.pipeline.stage import AUTOGRAD, ELSEWHERE_WITH_ZEROS, Stages
 from duotone.state.rolling import roll_after
 from duotone.state.torch_private import mark_effect
+from duotone.tensor.plane_tensor import plain
 
 
 def _run(
@@ -39,7 +40,8 @@ def _run(
     """y and what is kept. See `RowCall` for the last two arguments."""
     call = RowCall.of(text)
     row, structures = row_of(call.names, handles, True)
-    outputs, structure = row.forward(call.whole(x, operands, rows_below), (call.codes, call.sources), call.choice)
+    arguments = call.codes, call.sources, call.sizes(symbols)[0] if call.is_held else ()
+    outputs, structure = row.forward(call.whole(x, operands, rows_below), arguments, call.choice)
     if row.keeps:
         y, *kept = outputs
         return [y, Token.of(ForBackward(row, structure, kept, x.device))]
@@ -52,7 +54,7 @@ def _shapes(
 ) -> list[Tensor]:
     """The results of `_run`, without values: from the stages that the names stand for, which know no module."""
     call = RowCall.of(text)
-    outputs = shapes_of(call, call.whole(x, operands, torch.cat))
+    outputs = shapes_of(call, call.whole(x, operands, torch.cat), call.sizes(symbols)[0] if call.is_held else ())
     if keeps(call.names):
         return [outputs[0], torch.empty(1, dtype=torch.int64, device="cpu")]
     return outputs
@@ -108,9 +110,10 @@ class RowFunction(torch.autograd.Function):
     def forward(ctx: Any, handles: list[Tensor], row: str, x: Tensor, *operands: Tensor | None) -> Tensor:
         parts = named(row)
         known = parts_of(names := tuple([part.name for part in parts]))
-        of_operands = [is_source for part in known for is_source in part.sources[1:]]
-        flat_parts, held, flags = list[Tensor | None](), list[int](), [known[0].sources[0]]
-        for operand, is_source in zip(operands, of_operands, strict=True):
+        x = x if known[0].input else plain(x)
+        of_operands = [known[0].sources[0], *[is_source for part in known for is_source in part.sources[1:]]]
+        flat_parts, held, flags = list[Tensor | None](), list[int](), list[bool]()
+        for operand, is_source in zip((x, *operands), of_operands, strict=True):
             of_operand, how = flat(operand)
             held.append(PLAIN * len(of_operand) + how)
             flat_parts += of_operand
@@ -118,15 +121,15 @@ class RowFunction(torch.autograd.Function):
         numbers, symbols = numbers_of(x, operands)
         call = RowCall(names, tuple(held), tuple(flags), numbers=numbers)
         run = torch.ops.duotone.stateful_row if handles else torch.ops.duotone.row
-        y, *kept = run(x, flat_parts, handles, call.text, symbols)
+        y, *kept = run(flat_parts[0], flat_parts[1:], handles, call.text, symbols)
         ctx.call, ctx.symbols, ctx.count, ctx.handles = call, symbols, len(kept), handles
         ctx.keeps = any(part.keeps for part in known)
         ctx.sinks = [int(known[0].input_grad) * AUTOGRAD]
         for part, its in zip(parts, known, strict=True):
             ctx.sinks += map(int, part.sinks or str(AUTOGRAD) * (len(its.sources) - 1))
         if known[0].recomputes:  # a partitioner keeps inputs of ops that fuse with nothing; a power of 1 fuses with x
-            x = x.pow(1.0)
-        sources = [each if is_source else None for each, is_source in zip((x, *flat_parts), flags, strict=True)]
+            flat_parts[0] = x.pow(1.0)
+        sources = [each if is_source else None for each, is_source in zip(flat_parts, flags, strict=True)]
         saved = [None if each is None else as_of_now(each) for each in sources]
         ctx.save_for_backward(*kept, *saved)
         return y

@@ -47,14 +47,14 @@ def _take_pieces(match: "Match") -> None:
     node, call = match.output_node(), _call(match)
     x, operands, handles, _, symbols = cast("tuple[Any, list[Any], Any, Any, Any]", node.args)
     parts, codes = list[Any](), list[int]()
-    of_operands, flags = iter(operands), iter(call.sources[1:])
+    of_operands, flags = iter([x, *operands]), iter(call.sources)
     for code in call.held:
         of_operand = [next(of_operands) for _ in range(code // PLAIN)]
         of_each = [next(flags) for _ in of_operand]
-        pieces = _pieces(of_operand[0]) if code == PLAIN and not any(of_each) else []
+        pieces = _pieces(of_operand[0]) if codes and code == PLAIN and not any(of_each) else []
         parts += pieces or of_operand
         codes.append(-len(pieces) or code)
-    node.args = x, parts, handles, replace(call, held=tuple(codes)).text, symbols
+    node.args = x, parts[1:], handles, replace(call, held=tuple(codes)).text, symbols
     if EAGER in node.meta:
         node.meta[EAGER] = map_arg(node.args, lambda each: each.meta["val"]), {}  # type: ignore[arg-type]
 

@@ -44,9 +44,9 @@ class RowPart(NamedTuple):
 
 @dataclass(frozen=True)
 class RowCall:
-    """`names`: of the parts. `held`: how each operand comes; minus the number of pieces that are to be joined.
+    """`names`: of the parts. `held`: how x and each operand come; minus the number of pieces that are to be joined.
 
-    `sources`: of x and the tensors of operands, whether backward reads them as they are. `sinks`: where the gradients
+    `sources`: of the tensors of x and operands, whether backward reads them as they are. `sinks`: where the gradients
     of x and the operands go, 0 for one that nothing needs. `numbers`: see `numbers_of`; () where they are symbols.
     """
 
@@ -73,6 +73,11 @@ class RowCall:
         return tuple([max(code, PLAIN) if code < 0 else code for code in self.held])
 
     @cached_property
+    def is_held(self) -> bool:
+        """Whether x is quantized. Then x stands for the first of its parts, and the others come before operands."""
+        return self.held[0] % PLAIN > 0
+
+    @cached_property
     def key(self) -> tuple[object, ...]:
         """What decides how backward finds what forward kept, besides sizes that are symbols in the graph."""
         return self.names, self.codes, self.numbers
@@ -83,10 +88,10 @@ class RowCall:
         return self.codes, self.sources, self.sinks
 
     def whole(self, x: Tensor, parts: Sequence[Tensor | None], join: Callable[[Any], Tensor]) -> list[Tensor | None]:
-        """x and the tensors of operands, with those joined that come in pieces."""
+        """The tensors of x and of operands, with those joined that come in pieces."""
         if self.codes == self.held:
             return [x, *parts]
-        remaining, whole = iter(parts), list[Tensor | None]((x,))
+        remaining, whole = iter((x, *parts)), list[Tensor | None]()
         for code in self.held:
             pieces = [next(remaining) for _ in range(-code if code < 0 else code // PLAIN)]
             whole += [join(pieces)] if code < 0 else pieces

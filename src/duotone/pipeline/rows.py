@@ -23,6 +23,7 @@ from duotone.pipeline.stage import AUTOGRAD, Stage, Stages, unpack
 from duotone.state.torch_private import constants_allowed, is_faking
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.plane import Planes, overlap, same_memory
+from duotone.tensor.plane_tensor import matrix_shape
 
 S = TypeVar("S", bound=Stage)
 Rows = dict[Hashable, "Row"]
@@ -99,8 +100,10 @@ class Part:
     """The stage of modules without states, and the one that tells shapes."""
     of_module: Callable[[Tensor, bool], tuple[Stage, Rows]] | None = None
     """The stage of the module that a handle names, for a forward or for its backward, and where its rows are."""
-    weight: Callable[[int, Sequence[Tensor]], Tensor] | None = None
-    """The quantized weight over its parts. The number is the `how` of `flat`."""
+    weight: "Held | None" = None
+    """The quantized weight over its parts."""
+    input: "Held | None" = None
+    """The quantized input over its parts."""
     sources: tuple[bool, ...] = ()
     """Of its input and each operand, whether backward reads it as it is."""
     input_grad: bool = True
@@ -149,31 +152,27 @@ def flat(operand: Tensor | None) -> tuple[list[Tensor | None], int]:
     return [*operand.parts], (row is not None) + 2 * (col is not None)
 
 
-def _operand(weight: Callable[[int, Sequence[Tensor]], Tensor] | None, how: int, parts: list[Any]) -> Any:
-    """The inverse of `flat`."""
-    if how == 0:
-        return parts[0]
-    assert weight is not None
-    return weight(how, parts)
+class Held(NamedTuple):
+    """Makes quantized tensors over their parts. The `shape` of inputs is that of a call."""
 
+    quantizer: Quantizer
+    dtype: torch.dtype
+    shape: Sequence[int] = ()
 
-def held_weight(quantizer: Quantizer, like: Tensor) -> Callable[[int, Sequence[Tensor]], QuantizedTensor]:
-    """What makes quantized weights like `like` over parts, see `Part.weight`."""
-    shape, dtype = like.shape, like.dtype
-
-    def weight(how: int, parts: Sequence[Tensor]) -> QuantizedTensor:
+    def __call__(self, how: int, parts: Sequence[Tensor], shape: Sequence[int]) -> QuantizedTensor:
+        """The inverse of `flat`."""
+        quantizer, size = self.quantizer, torch.Size(shape or self.shape)
         row, col = quantizer.rowwise if how & 1 else None, quantizer.columnwise if how & 2 else None
-        planes = Planes.of(row, col, parts, shape)
-        return QuantizedTensor(planes, quantizer, shape, dtype, device=parts[0].device)
-
-    return weight
+        planes = Planes.of(row, col, parts, matrix_shape(size))
+        return QuantizedTensor(planes, quantizer, size, self.dtype, device=parts[0].device)
 
 
 class Row:
     """What runs a tuple of stages: a bound forward and a bound backward where the plan decides all calls."""
 
     def __init__(self, stages: Stages, parts: Sequence[Part]) -> None:
-        self.weights = [part.weight for part, stage in zip(parts, stages, strict=True) for _ in range(sum(stage.arity))]
+        weights = [part.weight for part, stage in zip(parts, stages, strict=True) for _ in range(sum(stage.arity))]
+        self.held = [parts[0].input, *weights]
         self.keeps = any(part.keeps for part in parts)
         self.waits = any(stage.waits for stage in stages)
         self.forward_of, self.backward_of = rewrite(stages)
@@ -193,15 +192,18 @@ class Row:
         tensors: list[Any],
         held: Sequence[int],
         sources: Sequence[bool],
+        shape: Sequence[int],
     ) -> tuple[list[Tensor], Structure]:
-        """y and the kept tensors, none of which shares memory with another tensor of the graph."""
+        """y and the kept tensors, none of which shares memory with another tensor of the graph.
+
+        `shape`: that of a quantized x, else ().
+        """
         stages, inputs = opened_stages(self.forward_of, slots, opened), _apart(tensors)
-        x, *parts = inputs
-        of_parts = iter(parts)
-        operands = [
-            _operand(make, code % PLAIN, [next(of_parts) for _ in range(code // PLAIN)])
-            for make, code in zip(self.weights, held, strict=True)
-        ]
+        of_parts, whole = iter(inputs), list[Any]()
+        for make, code in zip(self.held, held, strict=True):
+            tensors = [next(of_parts) for _ in range(code // PLAIN)]
+            whole.append(make(code % PLAIN, tensors, () if whole else shape) if make and code % PLAIN else tensors[0])
+        x, *operands = whole
         (y,), saved, shells, _ = run_forward(stages, None, x, tuple(operands))
         shared = [x if is_source else None for x, is_source in zip(inputs, sources, strict=True)]
         outputs, places = [y if View.of(y, inputs) is None else y.clone()], list[int | View | None]()
@@ -272,17 +274,20 @@ def row_of(names: Sequence[str], handles: Sequence[Tensor], is_forward: bool) ->
     return _row(names, tuple(stages), parts, home.rows if rows is None else rows), home.structures
 
 
-def shapes_of(call: RowCall, tensors: list[Any]) -> list[Tensor]:
-    """The results of a row of stages that know no module, without values. They are computed once for each layout."""
+def shapes_of(call: RowCall, tensors: list[Any], shape: Sequence[int]) -> list[Tensor]:
+    """The results of a row of stages that know no module, without values. They are computed once for each layout.
+
+    `shape`: that of a quantized x, else ().
+    """
     home = _home(parts := parts_of(call.names))
     layouts = [None if each is None else (each.dtype, each.device, *each.shape, *each.stride()) for each in tensors]
     fixed = not any(isinstance(n, torch.SymInt) for layout in layouts if layout is not None for n in layout)
-    known, key = home.shapes, (RULES.version, call.names, call.choice, *layouts)
+    known, key = home.shapes, (RULES.version, call.names, call.choice, *shape, *layouts)
     if fixed and key in known:
         return [tensors[0].new_empty_strided(size, stride, dtype=dtype) for size, stride, dtype in known[key]]
     row = _row(call.names, tuple([part.stage for part in parts]), parts, home.rows)
     with constants_allowed(tensors[0]):
-        outputs = row.forward(tensors, (call.codes, call.sources))[0]
+        outputs = row.forward(tensors, (call.codes, call.sources, shape))[0]
     if fixed:
         remember(known, key, [(each.shape, each.stride(), each.dtype) for each in outputs])
     return outputs
