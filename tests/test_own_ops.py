@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import duotone
 from duotone import recipes
+from duotone.attention.attention_stage import STAGES
 from duotone.modules.traced_stages import PLANS, template_of
 from duotone.pipeline.row_call import RowCall, RowPart
 
@@ -44,10 +45,10 @@ NUMBERS = (2, 4, 32, 32, 1, 2, 32, 32, 1, 32, 0)
 OF_MODULES = {"delayed_scale", "traced_scale"}
 OF_ATTENTION = {"attend", "attend_backward"}
 IN_BACKWARDS = {"roll_after"}
-OF_ROWS = {"differentiable_row", "row", "row_gradients", "stateful_row", "stateful_row_gradients"}
+OF_ROWS = {"differentiable_row", "plain_row", "row", "row_gradients", "stateful_row", "stateful_row_gradients"}
 KEEPING = {"stateful_row_gradients", "storing_row_gradients"}
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-ON_CUDA = {"block_mm", "cast_planes", "decoded_mm", "delayed_planes", "traced_planes"}
+ON_CUDA = {"cast_planes", "delayed_planes", "traced_planes"}
 """They have no kernel for the CPU; tests/gpu runs them."""
 
 
@@ -117,13 +118,17 @@ def test_the_ops_of_a_row_that_keeps_tensors_are_what_their_schemas_say(name: st
 
 @pytest.mark.parametrize("name", sorted(OF_MODULES))
 def test_an_op_that_finds_states_is_what_its_schema_says(name: str) -> None:
-    m = duotone.Linear(32, 32, recipe=recipes.load("fp8-delayed"))
-    x = torch.randn(4, 32)
-    plan = plan_of(m, x)
-    where: tuple[Any, ...] = (m.duotone_forward.number, 0, "", "use", False)
+    x, where = torch.randn(4, 1, 2, 8), list[Any]()
     if name == "traced_scale":
-        where = (m.plans.handle, plan, 0, "input", 0)
-    opcheck(getattr(torch.ops.duotone, name).default, (x, *where))
+        m = duotone.DotProductAttention(2, 8, recipe=recipes.DelayedScaling(fp8_dpa=True))
+        torch.compile(m, backend="eager")(x, x, x)
+        number = next(number for number, stage in STAGES.items() if stage.is_delayed)
+        where = [m._low_precision.handle, number, "query", 0]
+    else:
+        m = duotone.Linear(8, 32, recipe=recipes.load("fp8-delayed"))
+        m(x)
+        where = [m.duotone_forward.number, 0, "", "use", False]
+    opcheck(getattr(torch.ops.duotone, name).default, (x.flatten(0, 2), *where))
 
 
 def test_the_ops_of_attention_are_what_their_schemas_say() -> None:

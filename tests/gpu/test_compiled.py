@@ -74,17 +74,6 @@ def test_the_graph_of_a_compiled_linear_is_one_op_for_each_pass(name: str) -> No
 def test_ops_of_nvfp4_are_what_their_schemas_say(name) -> None:
     x, seed = torch.randn(100, 72, device="cuda").bfloat16(), torch.tensor([5], device="cuda")
     opcheck(torch.ops.duotone.cast_planes.default, (x, name, name, True, None, seed))
-    check_product(torch.ops.duotone.cast_planes(x, name, "", True, None, seed), name)
-
-
-def check_product(parts: list[torch.Tensor], name: str) -> None:
-    for bias in (torch.randn(100, device="cuda"), None):
-        opcheck(torch.ops.duotone.decoded_mm.default, (parts, name, parts, name, torch.bfloat16, bias))
-
-
-def test_the_product_of_mxfp8_is_what_its_schema_says() -> None:
-    x = torch.randn(100, 64, device="cuda").bfloat16()
-    check_product(torch.ops.duotone.cast_planes(x, "mxfp8_e4m3", "", True, None), "mxfp8_e4m3")
 
 
 Calls = dict[OpOverload, tuple[object, ...]]

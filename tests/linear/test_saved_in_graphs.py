@@ -10,11 +10,8 @@ from torch import Tensor, fx, nn
 
 import duotone
 from duotone import recipes
-from duotone.dispatch import products, target
+from duotone.dispatch import target
 from duotone.linear import plan_builder
-from duotone.tensor import quantizer
-from duotone.tensor.context import QuantizeContext
-from duotone.tensor.plane import Planes, Usage, encode_once
 from duotone_lab.training.model import MLP
 from duotone_lab.training.presets import ModelConfig
 from later import Later
@@ -35,8 +32,6 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     hopper = target.Target("cuda", target.HOPPER, target.BLOCKS_SINCE)
     monkeypatch.setattr(plan_builder, "target", lambda device: hopper)
     monkeypatch.setattr(target, "has_triton", lambda: True)
-    monkeypatch.setattr(products, "_runs_as_op", lambda operand: torch.compiler.is_dynamo_compiling())
-    monkeypatch.setattr(quantizer.Quantizer, "encode", encode)
     tensors: list[Tensor] = []
     cut = compile_fx.min_cut_rematerialization_partition
 
@@ -50,18 +45,6 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     monkeypatch.setattr("torch._inductor.compile_fx.min_cut_rematerialization_partition", partition)
     torch._dynamo.reset()
     return tensors
-
-
-ENCODE = quantizer.Quantizer.encode
-
-
-def encode(self: Any, x: Tensor, usage: Usage = quantizer.BOTH, ctx: QuantizeContext = quantizer.LOCAL) -> Planes:
-    """`Quantizer.encode` of a CUDA tensor in a trace."""
-    if not torch.compiler.is_dynamo_compiling():
-        return ENCODE(self, x, usage, ctx)
-    planes = encode_once(self.rowwise if usage.rowwise else None, self.columnwise if usage.columnwise else None, x, ctx)
-    assert planes is not None
-    return planes
 
 
 class Block(nn.Module):

@@ -322,6 +322,22 @@ def test_an_exported_program_takes_batches_of_sequences(recipe: str) -> None:
         assert torch.equal(program(x), model(x))
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "mxfp8"])
+def test_a_strict_program_holds_the_operations_of_one_that_is_not(recipe: str) -> None:
+    """Dynamo sees one call for neighbouring stages, and torch traces what they run. No op of Duotone hides them."""
+    parts = duotone.RMSNorm(64), duotone.Linear(64, 64, recipe=recipe), duotone.ops.GELU()
+    model, x, programs = duotone.ops.Sequential(*parts), torch.randn(16, 64), []
+    with torch.no_grad():
+        for strict in (False, True):
+            program = torch.export.export(model, (x,), strict=strict)
+            assert torch.equal(program.module()(x), model(x))
+            names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+            # Eager code, which a program that is not strict follows, marks outputs without a second derivative.
+            programs.append(names - {"aten.detach.default", "aten.empty.memory_format"})
+    assert programs[0] == programs[1]
+    assert {name for name in programs[0] if "row" in name} == set()
+
+
 @pytest.mark.parametrize(("norm", "strict", "tracked"), [("RMSNorm", False, False), ("LayerNorm", True, True)])
 def test_a_norm_and_its_linear_are_exported_before_their_first_step(norm: str, strict: bool, tracked: bool) -> None:
     """The delayed states are created in the trace, and the module trains with them afterwards."""

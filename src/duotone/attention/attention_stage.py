@@ -14,11 +14,12 @@ from duotone.attention.blockwise import BackwardOperands, Blocks, attend, differ
 from duotone.attention.head_planes import EncodedHeads, HeadOperand, TileOperand
 from duotone.attention.heads import from_heads, to_heads, token_axis
 from duotone.attention.ranks import Ranks
+from duotone.attention.traced_slot import TracedSlot
 from duotone.dispatch import attention
 from duotone.dispatch.attention import KERNEL, AttentionProblem, Options, Rounding
 from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, define_op
-from duotone.modules.traced_stages import TracedSlot, owner_of
+from duotone.modules.traced_stages import number_of, owner_of
 from duotone.numbered import Numbered
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.tensor import QuantizedTensor
@@ -128,7 +129,7 @@ class AttentionStage(Stage):
         for name in ("query", "key", "value", "gradient", "out", "weights"):
             operand = getattr(self, name)
             delayed = enumerate(operand.quantizer.delayed)
-            slots = [TracedSlot(self.number, 0, name, side, handle) if is_used else None for side, is_used in delayed]
+            slots = [TracedSlot(self.number, name, side, handle) if is_used else None for side, is_used in delayed]
             operands[name] = replace(operand, context=replace(operand.context, slots=tuple(slots)))
         return replace(self, handle=handle, **operands)
 
@@ -248,7 +249,7 @@ class OpCall(NamedTuple):
         stage = STAGES.get(self.number)
         if stage is None:
             raise UserError("compiled attention ran after its module was gone; keep the module")
-        return stage if self.handle is None else cast(OwnsStages, owner_of(self.handle)).stage(stage.call)
+        return stage if self.handle is None else cast(OwnsStages, owner_of(number_of(self.handle))).stage(stage.call)
 
     @property
     def options(self) -> Options:

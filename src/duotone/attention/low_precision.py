@@ -145,9 +145,9 @@ class LowPrecision:
             stage = self._stages[call] = build(self.module, call, delayed_slots(self.module, call))
         return stage
 
-    def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
+    def slot(self, stage: str, operand: str, side: int) -> Slot:
         """The slot of delayed scaling of an operand of a stage; `side` is 0 rowwise, 1 columnwise."""
-        context: QuantizeContext = getattr(self.stage(STAGES[plan].call), operand).context
+        context: QuantizeContext = getattr(self.stage(STAGES[stage].call), operand).context
         slot = context.slots[side]
         assert slot is not None
         return slot

@@ -62,7 +62,7 @@ def segment_cast(
     row: Format | None, col: Format | None, x: Tensor, propagate: bool
 ) -> "SegmentCast | BlockSegmentCast | None":
     """`one_read` for the cast that gives each row segment separate scales."""
-    cast = None if torch.compiler.is_dynamo_compiling() else one_read(row, col, x, propagate)
+    cast = one_read(row, col, x, propagate)
     return None if cast is None else _segment_cast(cast)
 
 

@@ -4,18 +4,16 @@ An emulated rule is exact except for the order of the fp32 sum, unless the rule 
 """
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duotone.dispatch.casts import DTYPES, PLAIN_TYPES, decoded, has_kernels, is_predicted, is_two_level
+from duotone.dispatch.casts import DTYPES, PLAIN_TYPES, decoded, has_kernels, is_predicted
 from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
 from duotone.dispatch.stages import stages_for
 from duotone.dispatch.target import decodes_in_kernels
-from duotone.formats import Epilogue, Factors, Format, get
+from duotone.formats import Epilogue, Factors
 from duotone.formats.geometry import crop
 from duotone.graph_ops import define_op
 
@@ -136,8 +134,6 @@ class ExactBf16(GemmRule):
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         if bias is not None or out_dtype is not torch.bfloat16:
             return FP32_EPILOGUE.run(a, b, out_dtype, bias)
-        if _runs_as_op(a):
-            return _as_op(a, b, out_dtype, None)
         left, right = _same_length(factors(a).values, factors(b).values)
         return torch.mm(left, right.t())
 
@@ -158,8 +154,6 @@ class Fp32Epilogue(GemmRule):
         return _other_transform(problem)
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        if _runs_as_op(a) and (is_two_level(a.format, b.format) or not _has_epilogue(a.format, b.format)):
-            return _as_op(a, b, out_dtype, bias)
         left, right = factors(a), factors(b)
         y = mm_fp32(*_same_length(left.values, right.values))
         if y.is_cuda and is_predicted(y) and decodes_in_kernels(y.get_device()):
@@ -286,45 +280,3 @@ def _same_length(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def _other_transform(problem: GemmProblem) -> str:
     return "" if problem.a.transform == problem.b.transform else "the operands' transforms differ"
-
-
-def _runs_as_op(a: Operand) -> bool:
-    """Whether a graph calls the product as one op, with the kernels of eager code. So it saves codes, not values."""
-    return torch.compiler.is_dynamo_compiling() and decodes_in_kernels(a.parts["codes"].get_device())
-
-
-def _as_op(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    operands = ([*a.parts.values()], a.format.name, [*b.parts.values()], b.format.name)
-    return torch.ops.duotone.decoded_mm(*operands, out_dtype, bias)
-
-
-def _decoded_mm(
-    a: list[Tensor], format_a: str, b: list[Tensor], format_b: str, out_dtype: torch.dtype, bias: Tensor | None
-) -> Tensor:
-    """`ExactBf16` and `Fp32Epilogue` as an op of a graph: the parts of each operand, in the order of its format."""
-    rule = FP32_EPILOGUE if _has_epilogue(get(format_a), get(format_b)) else EXACT_BF16
-    return rule.run(_operand(a, format_a), _operand(b, format_b), out_dtype, bias)
-
-
-def _has_epilogue(*formats: Format) -> bool:
-    return any(fmt.epilogue is not Epilogue.NONE for fmt in formats)
-
-
-def _operand(parts: list[Tensor], name: str) -> Any:
-    """An operand of a product: its format and its parts."""
-    fmt = get(name)
-    return SimpleNamespace(format=fmt, parts=dict(zip(fmt.parts(1, 1), parts, strict=True)))
-
-
-def _fake_decoded_mm(
-    a: list[Tensor], format_a: str, b: list[Tensor], format_b: str, out_dtype: torch.dtype, bias: Tensor | None
-) -> Tensor:
-    return a[0].new_empty((a[0].shape[0], b[0].shape[0]), dtype=out_dtype)
-
-
-define_op(
-    "decoded_mm(Tensor[] a, str format_a, Tensor[] b, str format_b, ScalarType out_dtype, Tensor? bias) -> Tensor",
-    _decoded_mm,
-    _fake_decoded_mm,
-    devices=("CUDA",),
-)

@@ -1,7 +1,6 @@
 """Scaled products: cuBLAS multiplies FP8 codes with scales per tensor, per row or per block of 128."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,6 @@ from duotone.dispatch.segment_products import STEP, cublas_writes, dtype_of_prod
 from duotone.dispatch.target import BLOCKS_SINCE, HOPPER, scales_rows_to_fp32
 from duotone.formats import ROW, TENSOR, Block, Format, ScaleCodec
 from duotone.formats.elements import FP8_DTYPES
-from duotone.graph_ops import define_op
 
 if TYPE_CHECKING:
     from duotone.kernels.segment_cast import Segments
@@ -27,11 +25,6 @@ QUAD = 4
 """cuBLAS wants the number of 128 x 128 scales along the contraction to be a multiple of this."""
 FP8_SINCE = (8, 9)
 SINCE = ".".join(map(str, BLOCKS_SINCE))
-
-_BLOCK_MM = (
-    "block_mm(Tensor a, Tensor scale_a, int kind_a, Tensor b, Tensor scale_b, int kind_b, Tensor? bias,"
-    " ScalarType dtype) -> Tensor"
-)
 
 
 def _block_mm(
@@ -47,16 +40,6 @@ def _block_mm(
     no_swizzle: list[int] = []
     scales = [scale_a], [kind_a], no_swizzle, [scale_b], [kind_b], no_swizzle
     return torch._scaled_mm_v2(a, b.t(), *scales, bias, dtype, (), False)  # type: ignore[reportPrivateImportUsage]
-
-
-def _fake_block_mm(
-    a: Tensor, scale_a: Tensor, kind_a: int, b: Tensor, scale_b: Tensor, kind_b: int, bias: object, dtype: torch.dtype
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
-
-
-# An op of this library, because Dynamo does not trace torch._scaled_mm_v2.
-define_op(_BLOCK_MM, _block_mm, _fake_block_mm, devices=("CUDA",))
 
 
 def _scaling(fmt: Format) -> Block | None:
@@ -110,7 +93,7 @@ class ScaledProduct(products.GroupedRule):
         if dtype is not torch.bfloat16:
             dtype = dtype_of_product(dtype, per_row, scales_rows_to_fp32(left.get_device()))
         # Autograd does nothing here, but would take host time.
-        with nullcontext() if torch.compiler.is_dynamo_compiling() else torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowAutograd():
             y = torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
                 left,
                 right.t(),
@@ -194,8 +177,7 @@ class BlockScaledProduct(products.GroupedRule):
         fused = bias is not None and _takes_bias(bias, cols, out_dtype)
         direct = out_dtype is torch.bfloat16 and (bias is None or fused)
         dtype = out_dtype if direct else torch.float32
-        multiply = _block_mm if not torch.compiler.is_dynamo_compiling() else torch.ops.duotone.block_mm
-        y = multiply(left, scales[0], kinds[0], right, scales[1], kinds[1], bias if fused else None, dtype)
+        y = _block_mm(left, scales[0], kinds[0], right, scales[1], kinds[1], bias if fused else None, dtype)
         return _cut(y[: a.shape[0]] if more else y, cols, out_dtype, None if fused else bias)
 
     def refuse_segments(self, problem: GemmProblem, shape: tuple[int, ...]) -> str:

@@ -92,11 +92,6 @@ class LinearStage(Stage):
         """In a trace: the stage of one module, under another name in rows."""
         return LinearStage(self.plan, self.sink, self.name, part, True)
 
-    def in_graph(self, handle: Tensor | None) -> "LinearStage":
-        if handle is None or not self.has_owner:
-            return self
-        return LinearStage(self.plan.of_module(handle), self.sink, self.name)
-
     def named(self, operands: Sequence[Item]) -> Operands[Item]:
         """Row counts, seed, weights and biases, or the same of anything that exists once for each operand."""
         weight, bias, seed = operands

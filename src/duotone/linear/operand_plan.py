@@ -106,13 +106,13 @@ def _rowwise(operand: "OperandPlan", x: Original, planes: Planes, seed: Tensor |
 
 def _note_rowwise(x: Original) -> None:
     """Let FSDP2 gather the rowwise plane of a weight for backward as well."""
-    if not torch.compiler.is_dynamo_compiling() and isinstance(x, QuantizedTensor) and x.gathers is not None:
+    if isinstance(x, QuantizedTensor) and x.gathers is not None:
         x.gathers.keeps_rowwise = True
 
 
 def columnwise(operand: "OperandPlan", seed: Tensor | None, x: Tensor) -> Plane:
     """Only the columnwise plane of a matrix. UserError for a weight that has no memory now."""
-    if not torch.compiler.is_dynamo_compiling() and x.numel() and not x.untyped_storage().nbytes():
+    if type(x) is Tensor and x.numel() and not x.untyped_storage().nbytes():
         raise UserError(
             "backward reaches a weight that FSDP2 has freed and not gathered again; let the loss come through what the "
             "forward of the sharded module returns, or give fully_shard reshard_after_forward=False"
@@ -254,14 +254,6 @@ class OperandPlan:
         row, col = self.context.slots
         opened = row and slots.get(row, row), col and slots.get(col, col)
         return replace(self, context=replace(self.context, slots=opened))
-
-    def of_module(self, handle: Tensor) -> "OperandPlan":
-        """In a trace: the plan with the slots of the module that `handle` names."""
-        row, col = self.context.slots
-        if row is None and col is None:
-            return self
-        slots = row and row.of_module(handle), col and col.of_module(handle)
-        return replace(self, context=replace(self.context, slots=slots))
 
     def from_cache(self, source: PlaneSource, columnwise: bool) -> "OperandPlan":
         """The plan of a weight whose planes a cache keeps; with `columnwise` backward reads one of them."""

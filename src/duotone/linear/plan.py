@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from duotone.dispatch.rule import GemmProblem, GemmRule
 from duotone.errors import RecipeError
@@ -221,8 +220,8 @@ class LinearPlan:
         return not self.is_delayed and all(each.is_known for each in self.operands.values())
 
     @property
-    def is_row_part(self) -> bool:
-        """Whether rows of graphs hold a linear with this plan."""
+    def is_quantized(self) -> bool:
+        """Whether a linear with this plan multiplies codes."""
         low, source = (ENCODE_NOW, USE_HELD), self.input.source
         return source in low or (source is HIGH_PRECISION and self.weight.source in low)
 
@@ -238,10 +237,6 @@ class LinearPlan:
     def opened(self, slots: Mapping[Slot, Slot]) -> "LinearPlan":
         """The plan of one call, which has opened slots."""
         return replace(self, **{name: getattr(self, name).opened(slots) for name in OPERANDS})
-
-    def of_module(self, handle: Tensor) -> "LinearPlan":
-        """In a trace: the plan with the delayed slots of the module that `handle` names."""
-        return replace(self, **{name: getattr(self, name).of_module(handle) for name in OPERANDS})
 
 
 FORWARD_SLOTS, BACKWARD_SLOTS = 4, 2

@@ -46,7 +46,7 @@ def _planes_of(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeConte
     """A plane that the tensor lacks is derived if that is lossless, and stays with the tensor."""
     assert isinstance(x, QuantizedTensor)
     row, col = x.planes
-    if not torch.compiler.is_dynamo_compiling() and x.gathers is not None:
+    if x.gathers is not None:
         row, col = x.gathers.readable(x.planes, ROWWISE)
         x.gathers.record(ctx.slots, usage)
     if (usage.rowwise and row is None) or (usage.columnwise and col is None):
@@ -66,9 +66,7 @@ def in_dtype_of(plane: Plane, dy: Tensor) -> Plane:
     codes = plane.parts["codes"]
     if codes.dtype is dy.dtype:
         return plane
-    is_traced = torch.compiler.is_dynamo_compiling()
-    codes = torch.ops.duotone.cast_after(codes, dy) if is_traced else codes.to(dy.dtype)
-    return Plane(IDENTITY, {"codes": codes}, plane.shape)
+    return Plane(IDENTITY, {"codes": torch.ops.duotone.cast_after(codes, dy)}, plane.shape)
 
 
 def _cast_after(x: Tensor, like: Tensor) -> Tensor:

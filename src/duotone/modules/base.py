@@ -1,7 +1,7 @@
 """What a module that follows plans is to the code around it: its configuration, its weights, and what plans it."""
 
 import weakref
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from duotone.recipes.roles import Site
 from duotone.recipes.rules import Rule
 from duotone.state.region import AmaxMode, active_region
 from duotone.tensor import Quantizer
-from duotone.tensor.context import Slot
 from duotone.tensor.fsdp import shard_of
 from duotone.tensor.quantizer import quantizer_of
 
@@ -41,14 +40,6 @@ class Call(NamedTuple):
     layout: Layout | None = None
     is_traced: bool = False
     is_joined: bool = False
-
-
-class OwnsSlots(Protocol):
-    """Something that knows the delayed slots of a module: its plans, or the stages of attention."""
-
-    def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
-        """The slot of this module that stands where a template names one."""
-        ...
 
 
 class Plans:

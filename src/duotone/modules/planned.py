@@ -118,6 +118,10 @@ class Planned(ShardedParameters):
     def handle(self) -> Tensor:  # type: ignore[override]
         return self.plans.handle
 
+    @property
+    def number(self) -> str:  # type: ignore[override]
+        return self.plans.number
+
     def set_tensor_parallel_group(self, tp_group: "ProcessGroup | None") -> None:
         """Communicate in another group from the next forward on; backwards stay in the group of their forward."""
         self.layout = parallel_layout(self.layout.mode, tp_group, self.layout.sequence_parallel)

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from duotone.modules.parametrizations import reads_without_effect, weights_of
 from duotone.modules.row_parts import add_parts
 from duotone.modules.same_recipes import WRAPPED
 from duotone.modules.sent_weights import require_planes
-from duotone.modules.traced_stages import TracedSlot
 from duotone.modules.weight_options import WeightOptions
 from duotone.modules.weights import demand, follow, is_sent, lacks_rowwise, records_amaxes
 from duotone.numbered import ByName
@@ -38,7 +36,6 @@ from duotone.state.autocast_context import active_region
 from duotone.state.region import STACK, AmaxMode, CallRegion, in_backward, mode_now
 from duotone.state.torch_private import SHAPES, in_pipeline
 from duotone.tensor import QuantizedTensor, Quantizer
-from duotone.tensor.context import Slot
 from duotone.tensor.gathers import frees_after_forward, shard_behind
 
 RECIPES = "do not follow the same recipe", "give all of them the same one"
@@ -238,20 +235,11 @@ class Planner(Plans):
         """The stage that all modules of equal content share in graphs, under its name."""
         module, plan = self.module, self.plan(recipe, call, mode)
         module.require_whole()
-        members = range(module.num_gemms)
-        plans = [plan.with_slots(partial(TracedSlot, name, member)) if plan.is_delayed else plan for member in members]
         part = f"{name}@{plan.digest}"
-        row = RowPart(part).text if plan.is_row_part else ""
-        stage = module.make_stage([LinearStage(each, GRADIENT, part, row, not plan.is_shared) for each in plans])
+        linear = LinearStage(plan, GRADIENT, part, RowPart(part).text, not plan.is_shared)
+        stage = module.make_stage([linear] * module.num_gemms)
         add_parts(part, name, stage, module, call)
         return stage
-
-    def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
-        """The delayed slot of this module for a slot of a template."""
-        _, stage = self.follow(plan)
-        slot = getattr(stage.linears[member].plan, operand).context.slots[side]
-        assert slot is not None
-        return slot
 
     def eager_stage(self, plan: str, first: bool | None) -> PlannedStage:
         """The stage that an op of a graph runs for this module. `plan` names the template. `first`: see `variant`."""

@@ -12,9 +12,9 @@ from duotone.linear.core import LinearStage
 from duotone.linear.operand_plan import REENCODE_IN_GRAPH
 from duotone.linear.plane_source import USE_HELD
 from duotone.linear.sink import GRADIENT
-from duotone.modules.base import Call, PlannedModule, PlannedStage
+from duotone.modules.base import Call, PlannedModule, PlannedStage, Plans
 from duotone.modules.parametrizations import reads_without_effect
-from duotone.modules.traced_stages import planner_of
+from duotone.modules.traced_stages import number_of, owner_of
 from duotone.modules.weights import records_amaxes
 from duotone.pipeline.row_call import KEEPING
 from duotone.pipeline.rows import PARTS, Held, Part, Rows
@@ -50,30 +50,39 @@ def add_parts(name: str, template: str, stage: PlannedStage, module: PlannedModu
     of_input, shapes = call.input_held and Held(call.input_held, call.dtype), ShapesOfGroup(stage.arity)
     shares, none = [plan.weight.may_share] * len(stage.linears), [False] * len(stage.linears)
     sources = plan.input.may_share, *map(bool, stage.ordered((False, False, shares, none)))
-    part = Part(shapes, None, held, of_input, sources, plan.input_grad, True, is_home=True)
+    part = Part(shapes, None, held, of_input, sources, plan.input_grad, None, True, is_home=True)
     if stage is member:
         part.stage = LinearStage(plan.with_slots(lambda *_: ShapeSlot()) if plan.is_delayed else plan, GRADIENT)
         of_one = None if plan.is_shared else partial(of_module, template)
         sources = *sources[:-1], plan.seeds > 0  # a seed, beside the saved tensors
         recomputes = plan.input.backward is REENCODE_IN_GRAPH
-        PARTS[name] = replace(part, of_module=of_one, sources=sources, recomputes=recomputes)
+        plain = partial(plain_stage, template) if not plan.is_shared else lambda _: member
+        part = replace(part, of_module=of_one, sources=sources, recomputes=recomputes)
+        PARTS[name] = replace(part, plain=plain, is_quantized=plan.is_quantized)
     for end, first in KEEPING.items():
         PARTS[name + end] = replace(part, of_module=partial(keeping_of_module, template, first), keeps=True)
 
 
 def of_module(template: str, handle: Tensor, is_forward: bool) -> tuple[PlannedStage, Rows]:
     """The stage of the module that a handle names, and where its rows are remembered."""
-    planner = planner_of(handle)
+    planner: Plans = owner_of(number_of(handle))
     stage = planner.follow(template)[1]
     if is_forward and stage.plan.weight.source is USE_HELD:
         _record_gathered(stage, planner.module.weights)
     return stage, planner.rows
 
 
+def plain_stage(template: str, number: str) -> PlannedStage:
+    """The stage of the module of a number, whose operations a graph holds."""
+    planner: Plans = owner_of(number)
+    return planner.follow(template)[1]
+
+
 def keeping_of_module(template: str, first: bool | None, handle: Tensor, is_forward: bool) -> tuple[PlannedStage, Rows]:
     """`of_module` with the caches and sinks of the module. `first`: see `Planner.variant`."""
+    planner: Plans = owner_of(number_of(handle))
     _, rows = of_module(template, handle, is_forward)
-    return planner_of(handle).eager_stage(template, first), rows
+    return planner.eager_stage(template, first), rows
 
 
 def _record_gathered(stage: PlannedStage, weights: Sequence[Tensor]) -> None:

@@ -8,7 +8,6 @@ its seed, and the `handle` by which delayed scaling finds its states.
 import gc
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,7 +16,7 @@ from torch._guards import TracingContext
 
 from duotone.errors import UserError
 from duotone.modules.answers import Answers, shared, warn_of_identities
-from duotone.modules.base import RECOMPUTED, Call, OwnsSlots, PlannedModule, PlannedStage, Plans
+from duotone.modules.base import RECOMPUTED, Call, PlannedModule, PlannedStage, Plans
 from duotone.modules.parametrizations import reads_without_effect
 from duotone.modules.trace_errors import leave_to_eager
 from duotone.numbered import ByName, Numbered, attribute_name, constant_in_traces, with_guards, without_guards
@@ -26,10 +25,8 @@ from duotone.pipeline.row_call import KEEPING
 from duotone.pipeline.rows import PARTS
 from duotone.recipes.recipe import drop_dead, keep_for_graphs, recipe_of
 from duotone.state import seeds
-from duotone.state.delayed_slot import define_slot_ops
 from duotone.state.frames import is_trace_recomputed
 from duotone.state.region import AMAX_MODES, AmaxMode
-from duotone.tensor.context import Slot
 from duotone.tensor.quantizer import TRACED, Quantizer, name_quantizer
 
 
@@ -67,7 +64,8 @@ class Template(NamedTuple):
     """Whether it serves later models. A process group may be another one under its name by then."""
 
 
-_OWNERS: Numbered[OwnsSlots] = Numbered()
+_OWNERS: Numbered[Any] = Numbered()
+"""Plans of modules, and the stages of attention, by the number in a handle."""
 _ALIKE: dict[str, weakref.WeakSet[Plans]] = {}
 """Planners by the content of their modules."""
 
@@ -100,16 +98,16 @@ def formats_of(quantizer: Quantizer | None) -> str:
     return quantizer.words if type(quantizer) is Quantizer else f"{quantizer.words}/subclass"
 
 
-def numbered(owner: OwnsSlots) -> tuple[str, Tensor]:
+def numbered(owner: object) -> tuple[str, Tensor]:
     """A new number, also as int64 (1,) on the CPU. Through it a graph finds what only one module has."""
     number = _OWNERS.add(owner)
     with torch.inference_mode(False):
         return number, torch.tensor([int(number)], dtype=torch.int64, device="cpu")
 
 
-def owner_of(handle: Tensor) -> OwnsSlots:
-    """Whose number a handle holds. UserError if its module is gone."""
-    owner = _OWNERS.get(str(handle.item()))
+def owner_of(number: str) -> Any:
+    """Whose number it is. UserError if its module is gone."""
+    owner = _OWNERS.get(number)
     if owner is None:
         raise UserError(
             "compiled code of a module ran after the module was gone or reverted; keep it until backward ends"
@@ -117,37 +115,9 @@ def owner_of(handle: Tensor) -> OwnsSlots:
     return owner
 
 
-def planner_of(handle: Tensor) -> Plans:
-    """The planner whose number a tensor holds."""
-    return cast(Plans, owner_of(handle))
-
-
-@dataclass(frozen=True)
-class TracedSlot(Slot):
-    """The delayed slot of a plane in a plan of `PLANS`. The op finds that of the module whose number `handle` holds."""
-
-    plan: str
-    member: int
-    operand: str
-    side: int
-    handle: Tensor | None = None
-
-    def of_module(self, handle: Tensor) -> "TracedSlot":
-        return replace(self, handle=handle)
-
-    def scale_for(self, x: Tensor) -> Tensor:
-        return torch.ops.duotone.traced_scale(x, self.handle, self.plan, self.member, self.operand, self.side)
-
-    def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> list[Tensor]:
-        where = (self.handle, self.plan, self.member, self.operand, self.side)
-        return torch.ops.duotone.traced_planes(x, *where, row, col, propagate)
-
-
-def _slot(handle: Tensor, *place: Any) -> Slot:
-    return owner_of(handle).slot(*place)
-
-
-define_slot_ops("traced", "Tensor handle, str plan, int member, str operand, int side", _slot)
+def number_of(handle: Tensor) -> str:
+    """The number that a handle holds."""
+    return str(handle.item())
 
 
 def move(planner: Plans, old: str, new: str) -> None:

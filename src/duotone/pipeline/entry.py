@@ -13,18 +13,20 @@ from torch import Tensor
 from duotone.allocate import rows_below
 from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, as_of_now, define_op
-from duotone.pipeline.autograd import Backward, Outputs, apply_traced
+from duotone.numbered import constant_in_traces
+from duotone.pipeline.autograd import Backward, Outputs, PipelineFunction, apply_traced
 from duotone.pipeline.row_call import DIFFERENTIATE, PLAIN, RUN, RowCall, numbers_of
 from duotone.pipeline.rows import (
     MOST,
     SEPARATOR,
     flat,
-    is_quantized,
     keeps,
     named,
     parts_of,
+    plain_stages,
     remember,
     row_of,
+    runs_of,
     shapes_of,
 )
 from duotone.pipeline.saved_forwards import ForBackward, Token, forward_of
@@ -163,36 +165,56 @@ def _run_row(x: Tensor, operands: Sequence[Tensor | None], handles: list[Tensor]
 define_op("differentiable_row(Tensor x, Tensor?[] operands, Tensor[] handles, str row) -> Tensor", _run_row)
 
 
+def run_plain(x: Tensor, operands: Sequence[Tensor | None], numbers: str, row: str) -> Tensor:
+    """The output of a row, by its operations. `numbers`: see `rows.plain_stages`."""
+    stages = plain_stages(row, numbers.split(SEPARATOR))
+    return PipelineFunction.apply(stages, Backward(stages), x, *operands)
+
+
+define_op("plain_row(Tensor x, Tensor?[] operands, str numbers, str row) -> Tensor", run_plain)
+
+
+@constant_in_traces
+def _take_as_it_is() -> None:
+    """Let Dynamo take `run_plain` as one node: an op would stay in a program of torch.export, which others load."""
+    torch.compiler.allow_in_graph(run_plain)
+
+
 class HasHandle(Protocol):
     """A module of a pipeline."""
 
     handle: Tensor | None
     """By which ops find the module, if they have to."""
+    number: str
+    """The number that the handle holds."""
 
 
 def apply_in_graph(stages: Stages, ops: Sequence[HasHandle], x: Tensor, *operands: Any) -> Outputs:
     """In a trace: the output of a pipeline, (y, *extra outputs) where stages have such.
 
-    Neighbours that rows hold become one row, if one of them is quantized. `ops`: the modules of the stages.
+    `ops`: the modules of the stages.
     """
     outputs, at, first = [x], 0, 0
-    for last in range(1, len(stages) + 1):
-        if last == len(stages) or bool(stages[last].row_part) is not bool(stages[first].row_part):
-            run = stages[first:last]
-            end = at + sum([sum(stage.arity) for stage in run])
-            outputs[0], *extra = _apply_run(run, ops[first:last], outputs[0], operands[at:end])
-            outputs += extra
-            first, at = last, end
+    for last, kind in runs_of(SEPARATOR.join([stage.row_part for stage in stages])):
+        run = stages[first:last]
+        end = at + sum([sum(stage.arity) for stage in run])
+        outputs[0], *extra = _apply_run(kind, run, ops[first:last], outputs[0], operands[at:end])
+        outputs += extra
+        first, at = last, end
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def _apply_run(run: Stages, ops: Sequence[HasHandle], x: Tensor, operands: Sequence[Any]) -> Sequence[Any]:
-    """The outputs of neighbours of which all or none have row parts."""
-    row = SEPARATOR.join([stage.row_part for stage in run]) if run[0].row_part else ""
-    if row and is_quantized(row) and not torch.compiler._is_exporting_flag:
-        handles = [op.handle for op, stage in zip(ops, run, strict=True) if stage.has_owner]
+def _apply_run(kind: str, run: Stages, ops: Sequence[HasHandle], x: Tensor, operands: Sequence[Any]) -> Sequence[Any]:
+    """The outputs of a run of stages, of a kind of `runs_of`."""
+    if not kind:
+        y = apply_traced(run, Backward(run), x, *operands)
+        return y if isinstance(y, tuple) else (y,)
+    row, pairs = SEPARATOR.join([stage.row_part for stage in run]), [*zip(ops, run, strict=True)]
+    if kind == "row" and not torch.compiler._is_exporting_flag:
+        handles = [op.handle for op, stage in pairs if stage.has_owner]
         return (torch.ops.duotone.differentiable_row(x, [*operands], handles, row),)
-    # A program that is exported has their operations.
-    stages = tuple([stage.in_graph(op.handle) for stage, op in zip(run, ops, strict=True)])
-    y = apply_traced(stages, Backward(stages), x, *operands)
-    return y if isinstance(y, tuple) else (y,)
+    numbers = SEPARATOR.join([op.number if stage.has_owner else "" for op, stage in pairs])
+    if not torch.compiler._is_exporting_flag:
+        return (torch.ops.duotone.plain_row(x, [*operands], numbers, row),)
+    _take_as_it_is()
+    return (run_plain(x, [*operands], numbers, row),)

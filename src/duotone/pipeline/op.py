@@ -24,6 +24,7 @@ from duotone.pipeline.channels import Channels
 from duotone.pipeline.deferred import DeferredOutput
 from duotone.pipeline.entry import apply_in_graph
 from duotone.pipeline.rewrites import RULES, rewrite
+from duotone.pipeline.rows import outside_of_graph
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.pipeline.stage import Stage
 from duotone.pipeline.titles import title
@@ -135,6 +136,8 @@ class Op(Channels, KnownRoles):
     takes_first_microbatch = True
     handle: Tensor | None = None
     """In a trace: by which ops find the module."""
+    number = ""
+    """The number that the handle holds."""
     _rewritten: "Rewritten"
 
     @property
@@ -318,7 +321,7 @@ def _rewritten(
         if len(cache) >= REMEMBERED:
             cache.clear()
         # Code behind a broken graph has stages of a trace.
-        plain = tuple([stage.in_graph(op.handle) for op, stage in zip(ops, stages, strict=True)])
+        plain = tuple([outside_of_graph(stage, op.handle) for op, stage in zip(ops, stages, strict=True)])
         forward, backward = rewrite(plain)
         again = second_order(stages, owner.get("module_name", ""))
         rolls = any(stage.rolls_forward_alone for stage in stages)

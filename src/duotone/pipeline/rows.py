@@ -108,8 +108,10 @@ class Part:
     """Of its input and each operand, whether backward reads it as it is."""
     input_grad: bool = True
     """Whether backward gives its input a gradient."""
+    plain: Callable[[str], Stage] | None = None
+    """The stage of the module of a number, in graphs that hold operations; `stage` if None."""
     is_quantized: bool = False
-    """Whether a row may hold it without other quantized parts."""
+    """Whether one op runs it and the parts beside it."""
     recomputes: bool = False
     """Whether backward encodes its input again."""
     keeps: bool = False
@@ -134,9 +136,29 @@ def in_parts(stage: S, name: str, sources: tuple[bool, ...], input_grad: bool) -
 
 
 @constant_in_traces
-def is_quantized(row: str) -> bool:
-    """Whether a part of a row is quantized. `row` holds the parts as a graph names them."""
-    return any(part.is_quantized for part in parts_of([part.name for part in named(row)]))
+def runs_of(names: str) -> tuple[tuple[int, str], ...]:
+    """Cut the stages of a pipeline into runs: where each ends, and "row", "plain", or "" for stages without a name.
+
+    `names` holds the parts as a graph names them. One op runs a row: linears that are quantized or keep tensors, and
+    the norms and activations beside them. Graphs hold the operations of what is "plain".
+    """
+    texts = names.split(SEPARATOR)
+    parts = [parts_of([RowPart.of(text).name])[0] if text else None for text in texts]
+    kinds = ["" if part is None else "plain" if part.is_home and not part.is_quantized else "row" for part in parts]
+    runs, first = list[tuple[int, str]](), 0
+    for last in range(1, len(texts) + 1):
+        if last == len(texts) or kinds[last] != kinds[first]:
+            is_low = any(part is not None and part.is_quantized for part in parts[first:last])
+            runs.append((last, kinds[first] if is_low or kinds[first] != "row" else "plain"))
+            first = last
+    return tuple(runs)
+
+
+def plain_stages(row: str, numbers: Sequence[str]) -> Stages:
+    """The stages of a row whose operations a graph holds. `numbers` are those of modules, "" for stages without."""
+    parts = parts_of([part.name for part in named(row)])
+    pairs = zip(parts, numbers, strict=True)
+    return tuple([part.stage if part.plain is None else part.plain(number) for part, number in pairs])
 
 
 def named(row: str) -> list[RowPart]:
@@ -272,6 +294,12 @@ def row_of(names: Sequence[str], handles: Sequence[Tensor], is_forward: bool) ->
         rows = of_module if rows is None else rows
     home = _home(parts)
     return _row(names, tuple(stages), parts, home.rows if rows is None else rows), home.structures
+
+
+def outside_of_graph(stage: Stage, handle: Tensor | None) -> Stage:
+    """The stage of a trace as eager code runs it. `handle` is that of its module."""
+    part = parts_of([RowPart.of(stage.row_part).name])[0] if stage.has_owner else None
+    return stage if part is None or part.of_module is None or handle is None else part.of_module(handle, True)[0]
 
 
 def shapes_of(call: RowCall, tensors: list[Any], shape: Sequence[int]) -> list[Tensor]:

@@ -77,10 +77,6 @@ class Stage:
     has_owner = False
     """In a trace: whether the ops of the stage use what only its module has, such as delayed scales."""
 
-    def in_graph(self, handle: Tensor | None) -> "Stage":
-        """In a trace: the stage outside of rows. `handle` is that of its module, if it has an owner."""
-        return self
-
     @property
     def rolls_forward_alone(self) -> bool:
         """Whether delayed scales of forward roll at the end of the backward because nothing else asks for it."""

@@ -27,10 +27,6 @@ class Slot:
         """Whether a graph that was traced with this slot of a tensor may run with another slot."""
         return self == other
 
-    def of_module(self, handle: Tensor) -> "Slot":
-        """In a graph that modules share: the slot of the module that `handle` names."""
-        return self
-
     is_new = False
     """Whether the scale follows from the first tensor, which must then exist before the cast."""
 
