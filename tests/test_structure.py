@@ -11,16 +11,16 @@ import duotone
 
 ROOT = Path(duotone.__file__).parents[1]
 ORDER = (
-    "errors text files numbered allocate capture graph_ops formats kernels comm dispatch tensor recipes state "
-    "pipeline linear modules ops attention optim conversion observe distributed compat serving "
+    "errors text files numbered allocate capture graph_ops custom_gradient formats kernels comm dispatch tensor "
+    "sharding recipes state pipeline linear modules ops attention optim conversion observe distributed compat serving "
     "integrations __init__ lab.memory lab.training lab.report lab.cli lab.__init__ __main__"
 ).split()
 FILES = sorted(ROOT.glob("duotone*/**/*.py"))
 EXTRAS = {"click", "jinja2", "markupsafe", "mpmath", "numpy", "rich", "safetensors", "scipy", "transformers"}
 MOST_MODULES = 300
 """Imported by `import duotone` after torch, its own files included: what decides how long that takes."""
-MOST_IN_CIRCLES = (11, 3, 3, 2)
-"""The files of each group that import each other: tensor, pipeline, recipes and, in `duotone_lab`, cli."""
+MOST_IN_CIRCLES = (11, 3, 2)
+"""The files of each group that import each other: tensor, recipes and, in `duotone_lab`, cli."""
 CONCRETE_FORMATS = {"ScaledFormat", "Identity", "Fp32Scale", "E8M0Scale", "TwoLevelScale", "FourOverSixScale"}
 
 

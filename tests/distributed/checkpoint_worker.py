@@ -28,8 +28,8 @@ import duotone
 from duotone import recipes
 from duotone.distributed import async_save, latest, load, save
 from duotone.errors import UserError
+from duotone.sharding.dtensors import shard_of
 from duotone.tensor import QuantizedTensor
-from duotone.tensor.fsdp import shard_of
 
 RANKS = tuple(ranks for ranks in (1, 2, 4) if ranks <= int(sys.argv[2]))
 CASES = {

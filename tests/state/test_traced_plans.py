@@ -142,4 +142,4 @@ def test_a_graph_whose_recipe_is_gone_is_one_line() -> None:
     """A backward may be the first to ask for a slot, after another trace dropped the plans of dead recipes."""
     m = linear(recipes.load("fp8-delayed"))
     with pytest.raises(duotone.UserError, match="l: its recipe is gone; keep it until the compiled backward ends"):
-        m.plans.slot("gone", 0, "gradient", 0)
+        m.plans.follow("gone")

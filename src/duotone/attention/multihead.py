@@ -17,11 +17,11 @@ from duotone.modules import LayerNormLinear, Linear
 from duotone.modules.fused_module import ModuleGroup
 from duotone.modules.trace_errors import refuse_export
 from duotone.numbered import ByName
-from duotone.pipeline.op import is_distributed
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
 from duotone.pipeline.titles import title
 from duotone.recipes.recipe import Recipe, RecipeLike, drop_dead
 from duotone.recipes.roles import QuantizerRole
+from duotone.sharding.dtensors import is_distributed
 from duotone.state.torch_private import in_context_parallel
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from duotone.modules.delayed_states import start_anew
 from duotone.modules.moe import Routing
 from duotone.modules.planned_group import PlannedGroup
 from duotone.modules.weights import mark_entries
-from duotone.pipeline.op import is_distributed
 from duotone.pipeline.titles import title
 from duotone.recipes.roles import Site
+from duotone.sharding.dtensors import is_distributed
 from duotone.tensor import QuantizedTensor
 
 PREFIX = "planned_"

@@ -21,9 +21,10 @@ from duotone.modules.sequential import is_hooked, run_modules
 from duotone.numbered import constant_in_traces
 from duotone.pipeline.autograd import Outputs, is_transformed
 from duotone.pipeline.deferred import Defer, DeferredOutput
-from duotone.pipeline.op import Op, is_autocast, is_distributed, run
+from duotone.pipeline.op import Op, is_autocast, run
 from duotone.pipeline.stage import Gradients
 from duotone.recipes.recipe import Recipe
+from duotone.sharding.dtensors import is_distributed
 from duotone.state.region import STACK
 
 CHANGED = "has another epsilon than when it was fused"

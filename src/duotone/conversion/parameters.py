@@ -21,11 +21,10 @@ from duotone.modules import delayed_states, traced_stages
 from duotone.modules.planned import Planned
 from duotone.modules.split_parameters import require_one_weight
 from duotone.modules.weights import quantized_parameter, replace
-from duotone.pipeline.op import is_distributed
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
+from duotone.sharding.dtensors import is_distributed, shard_context, shard_of, version_of
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext
-from duotone.tensor.fsdp import shard_context, shard_of, version_of
 from duotone.tensor.gathers import owners
 from duotone.tensor.plane_tensor import CONVERTED
 

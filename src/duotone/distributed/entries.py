@@ -16,8 +16,8 @@ from duotone.conversion.naming import clean
 from duotone.errors import UserError
 from duotone.modules.planned import Planned
 from duotone.optim.moments import laid_like, ranks_across, require_blocks
+from duotone.sharding.dtensors import shard_of
 from duotone.tensor import Plane, QuantizedTensor
-from duotone.tensor.fsdp import shard_of
 from duotone.tensor.plane import sharded_parts
 
 Cut = tuple[DeviceMesh, Sequence[Placement]]

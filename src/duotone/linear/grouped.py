@@ -12,13 +12,13 @@ from duotone.dispatch import segments as native
 from duotone.dispatch.rule import JoinedOperand, JoinedWeights, put
 from duotone.dispatch.segment_products import SMALL
 from duotone.linear.core import Item, LinearStage, Operands, as_matrix, with_lead
-from duotone.linear.layout import WHOLE
 from duotone.linear.plan import LinearPlan
 from duotone.linear.plane_source import ENCODE_NOW
 from duotone.linear.row_counts import Rows, device_splits, host_splits
 from duotone.linear.segment_operands import are_real, encode_segments, encode_weights, join, takes_segments
 from duotone.linear.sink import GRADIENT, ToMainGrad
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.sharding.layout import WHOLE
 from duotone.tensor.plane import Plane
 
 if TYPE_CHECKING:

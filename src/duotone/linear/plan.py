@@ -14,7 +14,6 @@ import torch
 from duotone.dispatch.rule import GemmProblem, GemmRule
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
-from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plane_source import ENCODE_NOW, HIGH_PRECISION, USE_HELD
 from duotone.pipeline.row_call import DIFFERENTIATE, RUN
@@ -22,6 +21,7 @@ from duotone.pipeline.titles import title
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import Rule, first_match
+from duotone.sharding.layout import WHOLE, Layout
 from duotone.tensor.context import Slot
 from duotone.tensor.quantizer import Quantizer
 

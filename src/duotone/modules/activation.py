@@ -17,7 +17,7 @@ from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 
 if TYPE_CHECKING:
     from duotone.kernels.activations import FusedProducer
-    from duotone.pipeline.spread import Spread
+    from duotone.sharding.activation_layout import ActivationLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +123,7 @@ class ActivationOp(Op, nn.Module):
             width //= 2
         return self._by_keeps[tracked], TensorInfo(device, dtype, width, rows, tracked, index=index)
 
-    def spread(self, x: "Spread") -> "Spread":
+    def output_layout(self, x: "ActivationLayout") -> "ActivationLayout":
         if self.gated and x.cuts_last:
             raise UserError(f"{self.kind} takes whole rows, two halves each; got a DTensor of {x.placement!r}")
         return x._replace(shape=(*x.shape[:-1], x.shape[-1] // 2)) if self.gated else x

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage
-from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.plan import LinearPlan
 from duotone.numbered import ByName
 from duotone.pipeline.op import Op
@@ -17,9 +16,10 @@ from duotone.pipeline.slot_roles import BoundaryRoles
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import Site
 from duotone.recipes.rules import Rule
+from duotone.sharding.dtensors import shard_of
+from duotone.sharding.layout import WHOLE, Layout
 from duotone.state.region import AmaxMode, active_region
 from duotone.tensor import Quantizer
-from duotone.tensor.fsdp import shard_of
 from duotone.tensor.quantizer import quantizer_of
 
 PlannedStage = LinearStage | GroupedStage

@@ -7,14 +7,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from duotone.custom_gradient import with_gradient
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
 from duotone.linear.plan import LinearPlan
 from duotone.modules.planned import Planned
 from duotone.numbered import constant_in_traces
-from duotone.pipeline.autograd import Outputs, Refused, with_gradient
-from duotone.pipeline.op import Op, info_of, is_distributed, run
+from duotone.pipeline.autograd import Outputs, Refused
+from duotone.pipeline.op import Op, info_of, run
 from duotone.pipeline.titles import title
+from duotone.sharding.dtensors import is_distributed
 from duotone.state import seeds
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Usage

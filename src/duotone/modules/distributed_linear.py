@@ -19,30 +19,31 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from duotone.errors import UserError
-from duotone.linear.layout import GatheringShards, ScatteringShards, Sharded
 from duotone.modules.base import PlannedModule
 from duotone.modules.split_parameters import joined, parameters_of
-from duotone.pipeline.op import is_distributed, refuse_distributed
+from duotone.pipeline.op import refuse_distributed
 from duotone.pipeline.titles import title
+from duotone.sharding.dtensors import is_distributed
+from duotone.sharding.layout import GatheringShards, ScatteringShards, Sharded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
-    from duotone.pipeline.spread import Spread
+    from duotone.sharding.activation_layout import ActivationLayout
 
 
 class Placed(NamedTuple):
     """The layout of a call, how its output lies, and where the gradients of weight and bias are summed."""
 
     layout: Sharded
-    output: "Spread"
+    output: "ActivationLayout"
     bias: "Placement"
     """The placement that the bias must have."""
     gradient: "Placement | None" = None
     """The placement of the gradients of weight and bias before their sum over the ranks. None without a sum."""
 
 
-def placed(module: PlannedModule, x: "Spread | None") -> Placed:
+def placed(module: PlannedModule, x: "ActivationLayout | None") -> Placed:
     """The layout and placements of a call with an input placed like `x`. UserError if the weight does not fit it."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -72,7 +73,7 @@ def placed(module: PlannedModule, x: "Spread | None") -> Placed:
     )
 
 
-def _even(module: PlannedModule, x: "Spread", dim: int) -> int:
+def _even(module: PlannedModule, x: "ActivationLayout", dim: int) -> int:
     """`dim` from 0 on. UserError if it is the last one, or if the ranks do not divide it."""
     at = dim + len(x.shape) if dim < 0 else dim
     if not 0 <= at < x.last or x.shape[at] % x.mesh.size():
@@ -83,9 +84,9 @@ def _even(module: PlannedModule, x: "Spread", dim: int) -> int:
     return at
 
 
-def _on_one_mesh(module: PlannedModule, x: "Spread | None") -> tuple["Spread", "Placement"]:
+def _on_one_mesh(module: PlannedModule, x: "ActivationLayout | None") -> tuple["ActivationLayout", "Placement"]:
     """How the input lies, and the placement of the weight on the same mesh. UserError if there is no such mesh."""
-    from duotone.pipeline.spread import placement_of
+    from duotone.sharding.activation_layout import placement_of
 
     name, (weight, *others) = module.module_name, parameters_of(module, "weight")
     if not is_distributed(weight):
@@ -105,9 +106,9 @@ def _on_one_mesh(module: PlannedModule, x: "Spread | None") -> tuple["Spread", "
     return x, placement_of(weight, f"the weight of {name}")
 
 
-def local_operands(module: PlannedModule, x: "Spread | None") -> tuple[Sharded, Tensor, Tensor | None]:
+def local_operands(module: PlannedModule, x: "ActivationLayout | None") -> tuple[Sharded, Tensor, Tensor | None]:
     """The layout of a call and this rank's weight and bias, whose gradients become DTensors like the parameters."""
-    from duotone.pipeline.spread import placement_of, to_local
+    from duotone.sharding.activation_layout import placement_of, to_local
 
     call, name = placed(module, x), module.module_name
     for part in module.modules():  # `distribute_module` makes DTensors of seeds and delayed states too

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from duotone.comm import ShardContext, all_to_all, group_size
+from duotone.custom_gradient import with_gradient
 from duotone.errors import UserError
 from duotone.linear.row_counts import Rows
-from duotone.pipeline.autograd import with_gradient
 from duotone.pipeline.titles import title
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Usage, sharded_parts, to_wire

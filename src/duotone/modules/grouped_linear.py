@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.linear.grouped import GroupedStage
-from duotone.linear.layout import local_sizes, parallel_layout
 from duotone.linear.row_counts import Rows, device_splits, host_splits
 from duotone.modules.output_buffers import check_place, placed_gradient, placed_output
 from duotone.modules.planned_group import PlannedGroup, Splits
 from duotone.modules.split_parameters import tensors_of
 from duotone.modules.weights import initialise, keep_initialiser, quantize_weights
 from duotone.pipeline.autograd import is_transformed
-from duotone.pipeline.op import Op, info_of, is_distributed, run
+from duotone.pipeline.op import Op, info_of, run
 from duotone.pipeline.titles import title
 from duotone.recipes.recipe import RecipeLike
+from duotone.sharding.dtensors import is_distributed, shard_of
+from duotone.sharding.layout import local_sizes, parallel_layout
 from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.tensor import QuantizedTensor
-from duotone.tensor.fsdp import shard_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -20,11 +20,12 @@ from duotone.modules.planned import below
 from duotone.modules.sequential import Member, is_plain, run_modules
 from duotone.modules.split_parameters import fit_pieces
 from duotone.modules.weights import materialise
-from duotone.pipeline.op import Op, is_distributed, run
+from duotone.pipeline.op import Op, run
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
 from duotone.pipeline.titles import title
 from duotone.recipes.recipe import RecipeLike
 from duotone.recipes.roles import QuantizerRole, Site
+from duotone.sharding.dtensors import is_distributed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -121,7 +122,7 @@ class LayerNormLinear(Linear):
             raise UserError(f"{title(self)} normalises whole rows; use ColwiseParallel, or a norm and a Linear")
         if self._norm is None or name not in self._norm.names or name not in self.distributes:
             return param  # type: ignore[return-value]
-        from duotone.pipeline.spread import whole  # loads DTensor
+        from duotone.sharding.activation_layout import whole  # loads DTensor
 
         return nn.Parameter(whole(param), param.requires_grad)
 

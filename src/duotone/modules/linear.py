@@ -8,15 +8,16 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.linear.core import LinearStage
-from duotone.linear.layout import local_sizes, parallel_layout
 from duotone.modules import boundary, delayed_states, distributed_linear
 from duotone.modules.planned import Planned
 from duotone.modules.split_parameters import Splits, is_split, pieces, share_buffer, split_parameters, whole_of
 from duotone.modules.weights import initialise, keep_initialiser, quantize_weights
 from duotone.pipeline.autograd import Outputs
-from duotone.pipeline.op import Op, TensorInfo, is_distributed, require_fit, run
+from duotone.pipeline.op import Op, TensorInfo, require_fit, run
 from duotone.pipeline.stage import Stage
 from duotone.recipes.recipe import RecipeLike
+from duotone.sharding.dtensors import is_distributed
+from duotone.sharding.layout import local_sizes, parallel_layout
 from duotone.state import seeds
 from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.tensor import QuantizedTensor
@@ -25,7 +26,7 @@ from duotone.tensor.quantizer import quantizer_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from duotone.pipeline.spread import Spread
+    from duotone.sharding.activation_layout import ActivationLayout
 
 LOCAL = (nn.Parameter, QuantizedTensor)
 """Types of weights that are no DTensors."""
@@ -84,7 +85,7 @@ class PlannedLinear(Planned):
             weight = self.linear_weight  # a parametrization computes it at each read
         owner = self.weight_owners(0)[0] if is_pieces else weight
         if type(owner) not in LOCAL and is_distributed(owner):
-            layout, weight, bias = distributed_linear.local_operands(self, info.spread)
+            layout, weight, bias = distributed_linear.local_operands(self, info.layout)
         else:
             if weight is None:
                 weight = self.linear_weight
@@ -117,7 +118,7 @@ class PlannedLinear(Planned):
             self.plans.prepare(self.recipe)  # states that `register_parameter` put aside
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def spread(self, x: "Spread") -> "Spread":
+    def output_layout(self, x: "ActivationLayout") -> "ActivationLayout":
         return distributed_linear.placed(self, x).output
 
     @property

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from duotone.kernels.activations import FusedProducer
-    from duotone.pipeline.spread import Spread
+    from duotone.sharding.activation_layout import ActivationLayout
 
 
 Parameters = tuple[Tensor | None, Tensor | None]
@@ -145,17 +145,17 @@ class NormOp(Op):
             keeps = (gamma is not None and gamma.requires_grad) or (beta is not None and beta.requires_grad)
         return self.stages[keeps], TensorInfo(*info[:4], keeps, index=info.index)
 
-    def spread(self, x: "Spread") -> "Spread":
+    def output_layout(self, x: "ActivationLayout") -> "ActivationLayout":
         if x.cuts_last:
             raise UserError(f"{title(self.owner)} takes whole rows; got a DTensor of {x.placement!r}")
         return x
 
     def operands(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:
         gamma, beta = self.parameters()
-        if info.spread is not None:
-            from duotone.pipeline.spread import replicated  # loads DTensor
+        if info.layout is not None:
+            from duotone.sharding.activation_layout import replicated  # loads DTensor
 
-            gamma, beta = (replicated(t, info.spread, f"a parameter of {self.kind}") for t in (gamma, beta))
+            gamma, beta = (replicated(t, info.layout, f"a parameter of {self.kind}") for t in (gamma, beta))
         elif self.gradients is not None and gamma is not None:
             gamma, beta = self.gradients(gamma, beta) if beta is not None else (*self.gradients(gamma), None)
         dtype = info.dtype
@@ -214,8 +214,8 @@ class Norm(Op, nn.Module):
     def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
         return self._norm.link(info, is_first_microbatch)
 
-    def spread(self, x: "Spread") -> "Spread":
-        return self._norm.spread(x)
+    def output_layout(self, x: "ActivationLayout") -> "ActivationLayout":
+        return self._norm.output_layout(x)
 
     def operands(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:
         return self._norm.operands(stage, info, extra)

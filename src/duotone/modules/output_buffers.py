@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from duotone.custom_gradient import with_gradient
 from duotone.errors import UserError
-from duotone.pipeline.autograd import with_gradient
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.plane import overlap
 

@@ -7,14 +7,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from duotone.linear.core import LinearStage
-from duotone.linear.layout import WHOLE
 from duotone.linear.plan import LinearPlan
 from duotone.modules.linear import PlannedLinear
 from duotone.modules.sequential import is_hooked
 from duotone.modules.split_parameters import joined, tensors_of
-from duotone.pipeline.op import Op, TensorInfo, is_distributed, require_fit
+from duotone.pipeline.op import Op, TensorInfo, require_fit
 from duotone.pipeline.stage import Stage
 from duotone.recipes.recipe import Recipe
+from duotone.sharding.dtensors import is_distributed
+from duotone.sharding.layout import WHOLE
 
 Linears = Sequence[PlannedLinear]
 

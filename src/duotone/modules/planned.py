@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from duotone.linear.core import LinearStage
-from duotone.linear.layout import parallel_layout
 from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.modules import delayed_states, traced_stages
 from duotone.modules.base import PlannedStage
@@ -18,14 +17,15 @@ from duotone.modules.foreign_states import translate
 from duotone.modules.planner import Planner
 from duotone.modules.sent_weights import send_planes
 from duotone.modules.weights import ShardedParameters, mark_entries, moved, stay_quantized
-from duotone.pipeline.op import info_of, is_distributed
+from duotone.pipeline.op import info_of
 from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.recipes.recipe import RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, UNNAMED, QuantizerRole, Site
 from duotone.recipes.rules import Rule
+from duotone.sharding.dtensors import is_distributed, link_shards, shard_of
+from duotone.sharding.layout import parallel_layout
 from duotone.state import seeds
 from duotone.tensor import QuantizedTensor, Quantizer
-from duotone.tensor.fsdp import link_shards, shard_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

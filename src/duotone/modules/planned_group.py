@@ -17,9 +17,9 @@ from duotone.pipeline.op import TensorInfo, require_fit
 from duotone.pipeline.stage import Stage
 from duotone.pipeline.titles import title
 from duotone.recipes.roles import QuantizerRole
+from duotone.sharding.dtensors import shard_of
 from duotone.state import seeds
 from duotone.tensor import QuantizedTensor, Quantizer
-from duotone.tensor.fsdp import shard_of
 from duotone.tensor.quantizer import quantizer_of
 
 Splits = Rows | Tensor | Sequence[int]

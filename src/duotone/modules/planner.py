@@ -10,7 +10,6 @@ from torch import Tensor
 from duotone.comm import require_same
 from duotone.errors import UserError
 from duotone.linear.core import Calibrating, LinearStage
-from duotone.linear.layout import Layout, compared
 from duotone.linear.plan import LinearPlan, PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
 from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD
@@ -31,6 +30,7 @@ from duotone.pipeline.saved_forwards import KEEPS
 from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.pipeline.titles import title
 from duotone.recipes.recipe import Recipe, drop_dead
+from duotone.sharding.layout import Layout, compared
 from duotone.state import seeds
 from duotone.state.autocast_context import active_region
 from duotone.state.region import STACK, AmaxMode, CallRegion, in_backward, mode_now

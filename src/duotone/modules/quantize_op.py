@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from duotone.modules.answers import content
 from duotone.modules.basic import BasicOp
 from duotone.numbered import ByName, constant_in_traces
 from duotone.pipeline.op import TensorInfo
+from duotone.pipeline.rows import in_parts
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead, recipe_of
 from duotone.recipes.roles import ANYWHERE, QuantizerRole
@@ -39,6 +41,7 @@ class QuantizeStage(Stage):
     backward_to: Quantizer | None
     columnwise: bool
     propagate: bool = True
+    row_part: str = ""
     arity = (1,)
 
     @property
@@ -142,7 +145,11 @@ def _name_stage(recipe: str, forward: Role, backward: Role, columnwise: bool) ->
         if not BACKWARD_OPERANDS[followed.backward_override].quantizes_gradient:
             backward = None
         x, dy = (None if role is None else _quantizer(followed, QuantizerRole(*role)) for role in (forward, backward))
-        setattr(stages, name, QuantizeStage(x, dy, columnwise, followed.propagate_nonfinite))
+        stage = QuantizeStage(x, dy, columnwise, followed.propagate_nonfinite)
+        # torch keeps graphs on disk, and a quantizer of a user may be another one in a later process.
+        words = ["" if each is None else each.words if each.is_fixed else str(uuid4()) for each in (x, dy)]
+        key = " ".join(("quantize", *words, str(columnwise), str(stage.propagate)))
+        setattr(stages, name, in_parts(stage, key, (False, True), True, x is not None))
     return name
 
 

@@ -50,17 +50,21 @@ def add_parts(name: str, template: str, stage: PlannedStage, module: PlannedModu
     of_input, shapes = call.input_held and Held(call.input_held, call.dtype), ShapesOfGroup(stage.arity)
     shares, none = [plan.weight.may_share] * len(stage.linears), [False] * len(stage.linears)
     sources = plan.input.may_share, *map(bool, stage.ordered((False, False, shares, none)))
-    part = Part(shapes, None, held, of_input, sources, plan.input_grad, None, True, is_home=True)
+    part = Part(shapes, None, held, of_input, sources, plan.input_grad, is_quantized=True, is_home=True)
     if stage is member:
         part.stage = LinearStage(plan.with_slots(lambda *_: ShapeSlot()) if plan.is_delayed else plan, GRADIENT)
         of_one = None if plan.is_shared else partial(of_module, template)
         sources = *sources[:-1], plan.seeds > 0  # a seed, beside the saved tensors
         recomputes = plan.input.backward is REENCODE_IN_GRAPH
-        plain = partial(plain_stage, template) if not plan.is_shared else lambda _: member
+        plain = partial(stage_of, template) if not plan.is_shared else lambda _: member
         part = replace(part, of_module=of_one, sources=sources, recomputes=recomputes)
         PARTS[name] = replace(part, plain=plain, is_quantized=plan.is_quantized)
     for end, first in KEEPING.items():
-        PARTS[name + end] = replace(part, of_module=partial(keeping_of_module, template, first), keeps=True)
+        keeping = {
+            "of_module": partial(keeping_of_module, template, first),
+            "plain": partial(keeping_stage_of, template, first),
+        }
+        PARTS[name + end] = replace(part, **keeping, keeps=True)
 
 
 def of_module(template: str, handle: Tensor, is_forward: bool) -> tuple[PlannedStage, Rows]:
@@ -72,17 +76,22 @@ def of_module(template: str, handle: Tensor, is_forward: bool) -> tuple[PlannedS
     return stage, planner.rows
 
 
-def plain_stage(template: str, number: str) -> PlannedStage:
-    """The stage of the module of a number, whose operations a graph holds."""
+def stage_of(template: str, number: str) -> PlannedStage:
+    """The eager stage of the module of a number."""
     planner: Plans = owner_of(number)
     return planner.follow(template)[1]
 
 
+def keeping_stage_of(template: str, first: bool | None, number: str) -> PlannedStage:
+    """`stage_of` with the caches and sinks of the module. `first`: see `Planner.variant`."""
+    planner: Plans = owner_of(number)
+    return planner.eager_stage(template, first)
+
+
 def keeping_of_module(template: str, first: bool | None, handle: Tensor, is_forward: bool) -> tuple[PlannedStage, Rows]:
     """`of_module` with the caches and sinks of the module. `first`: see `Planner.variant`."""
-    planner: Plans = owner_of(number_of(handle))
     _, rows = of_module(template, handle, is_forward)
-    return planner.eager_stage(template, first), rows
+    return keeping_stage_of(template, first, number_of(handle)), rows
 
 
 def _record_gathered(stage: PlannedStage, weights: Sequence[Tensor]) -> None:

@@ -21,12 +21,13 @@ from duotone.linear.plane_source import STEPS
 from duotone.modules import delayed_states
 from duotone.modules.base import Call, PlannedModule
 from duotone.modules.split_parameters import ONE_WEIGHT, is_split
-from duotone.pipeline.op import CAST, is_distributed
+from duotone.pipeline.op import CAST
 from duotone.pipeline.titles import title
+from duotone.sharding.dtensors import cuts_of, is_distributed
 from duotone.state.region import active_recipe
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import FixedScale, QuantizeContext, Slot
-from duotone.tensor.fsdp import BEFORE, cuts_of
+from duotone.tensor.fsdp import BEFORE
 from duotone.tensor.gathers import COLUMNWISE, ROWWISE, Gathers, fsdp_groups
 from duotone.tensor.plane import Planes, Usage
 from duotone.tensor.plane_tensor import PlaneTensor

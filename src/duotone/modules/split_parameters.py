@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from duotone.allocate import rows_below
+from duotone.custom_gradient import with_gradient
 from duotone.errors import UserError
 from duotone.modules.base import PlannedModule
-from duotone.pipeline.autograd import with_gradient
 from duotone.pipeline.graph_patterns import find_joined_weights
-from duotone.pipeline.op import is_distributed
+from duotone.sharding.dtensors import is_distributed
 
 Splits = Sequence[str] | Mapping[str, int] | None
 ONE_WEIGHT = "build attention with fuse_qkv_params=True, an MLP without split_gate, a linear without parameters_split"

@@ -20,10 +20,10 @@ from duotone.modules.base import RECOMPUTED, Call, PlannedModule, PlannedStage, 
 from duotone.modules.parametrizations import reads_without_effect
 from duotone.modules.trace_errors import leave_to_eager
 from duotone.numbered import ByName, Numbered, attribute_name, constant_in_traces, with_guards, without_guards
-from duotone.pipeline.op import is_distributed
 from duotone.pipeline.row_call import KEEPING
 from duotone.pipeline.rows import PARTS
 from duotone.recipes.recipe import drop_dead, keep_for_graphs, recipe_of
+from duotone.sharding.dtensors import is_distributed
 from duotone.state import seeds
 from duotone.state.frames import is_trace_recomputed
 from duotone.state.region import AMAX_MODES, AmaxMode

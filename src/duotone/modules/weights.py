@@ -12,19 +12,18 @@ from duotone.comm import require_same
 from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import IDENTITY
 from duotone.linear.core import record
-from duotone.linear.layout import compared
 from duotone.modules.base import PlannedModule
 from duotone.modules.delayed_states import name_on_all_ranks, weight_context
 from duotone.modules.sent_weights import send_planes
 from duotone.modules.split_parameters import is_split, require_one_weight
-from duotone.pipeline.op import is_distributed
 from duotone.pipeline.titles import title
+from duotone.sharding.dtensors import is_distributed, link_shards, shard_of, version_of
+from duotone.sharding.layout import compared
 from duotone.state.autocast_context import DEFAULT_RECIPE, HIGH_PRECISION
 from duotone.state.delayed import DelayedState
 from duotone.state.parameters import construction
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
-from duotone.tensor.fsdp import link_shards, shard_of, version_of
 from duotone.tensor.plane import Usage
 from duotone.tensor.plane_tensor import ENTRY, INIT_VALUE, PlaneTensor, mark_entry
 

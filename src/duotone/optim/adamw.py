@@ -24,9 +24,8 @@ from duotone.optim.moments import (
     store_first_moment,
 )
 from duotone.optim.update import Group, Numbers, Saved, State, numbers_of, write
-from duotone.pipeline.op import is_distributed
+from duotone.sharding.dtensors import is_distributed, shard_of
 from duotone.tensor import QuantizedTensor
-from duotone.tensor.fsdp import shard_of
 from duotone.tensor.writes import write_all
 
 

@@ -9,9 +9,8 @@ from torch import Tensor
 from duotone.errors import UserError
 from duotone.optim.moments import BLOCK, CODES, DTYPES, FP8, MOMENTS, SCALE, require_blocks
 from duotone.optim.update import Group, Saved
-from duotone.pipeline.op import is_distributed
+from duotone.sharding.dtensors import is_distributed, shard_of
 from duotone.tensor import QuantizedTensor
-from duotone.tensor.fsdp import shard_of
 from duotone.tensor.plane import memory_of
 
 COMPUTED = torch.float32, torch.bfloat16, torch.float16

@@ -10,7 +10,7 @@ from torch import Tensor
 from duotone.comm import all_gather, all_reduce
 from duotone.errors import UserError
 from duotone.optim.checks import check_writable
-from duotone.pipeline.op import is_distributed
+from duotone.sharding.dtensors import is_distributed
 from duotone.tensor import QuantizedTensor
 
 if TYPE_CHECKING:

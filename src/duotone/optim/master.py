@@ -9,9 +9,9 @@ from torch import Tensor
 from duotone.formats import Format
 from duotone.optim.moments import CODES, DTYPES, cuts_blocks
 from duotone.optim.update import Group, Saved
+from duotone.sharding.dtensors import shard_of, version_of
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import FixedScale
-from duotone.tensor.fsdp import shard_of, version_of
 from duotone.tensor.plane import location_of
 from duotone.tensor.plane_tensor import CONVERTED
 

@@ -9,9 +9,8 @@ from torch import Tensor
 from duotone import formats
 from duotone.errors import UserError
 from duotone.optim.update import Saved
-from duotone.pipeline.op import is_distributed
+from duotone.sharding.dtensors import is_distributed, shard_of
 from duotone.tensor import Plane, Quantizer
-from duotone.tensor.fsdp import shard_of
 from duotone.tensor.plane import Usage
 
 if TYPE_CHECKING:

@@ -1,15 +1,15 @@
 """The pipeline: the one autograd function that runs a tuple of stages forward and backward."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import FunctionCtx
 
+from duotone.custom_gradient import with_gradient
 from duotone.errors import UserError
 from duotone.graph_ops import as_of_now
 from duotone.numbered import never_compiled
@@ -21,7 +21,6 @@ from duotone.state.frames import FORWARD
 from duotone.state.torch_private import is_asked
 from duotone.tensor import QuantizedTensor
 
-T = TypeVar("T")
 Outputs = Tensor | tuple[Any, ...]
 """y, or (y, *extra outputs)."""
 
@@ -52,8 +51,6 @@ class Backward(NamedTuple):
     again: "Exact | Refused | None" = None
     alone: bool = False
     """Whether no other autograd.Function runs the forward."""
-    repeated: Mapping[int, int] | None = None
-    """In a trace: places among x and the operands whose tensor the function gets only once, at an earlier place."""
     bound: "Bindings | None" = None
     stores: bool = False
     """Whether gradients go elsewhere than into autograd."""
@@ -70,9 +67,6 @@ class PipelineFunction(torch.autograd.Function):
         if backward.bound is not None:
             outputs, tensors, ctx.shells, ctx.extra, ctx.bound = backward.bound([x, *operands])
         else:
-            if backward.repeated:
-                inputs = x, *operands
-                operands = tuple([inputs[backward.repeated.get(at, at)] for at in range(1, len(inputs))])
             outputs, tensors, ctx.shells, ctx.extra = run_forward(forward, backward.again, x, operands)
         if backward.again is not None:
             ctx.materialize_grads = len(outputs) > 1  # y alone nearly always has a gradient
@@ -145,8 +139,6 @@ def run_backward(
     needs, stages = ctx.needs_input_grad[2:], ctx.backward_of.stages
     if ctx.backward_of.stores:
         needs = _asked(ctx, needs)
-    if repeated := ctx.backward_of.repeated:
-        needs = tuple([needs[repeated.get(at, at)] for at in range(len(needs))])
     saved = unpack(ctx.shells, ctx.saved_tensors if tensors is None else tensors)
     if ctx.backward_of.again is not None:
         del saved[-1]  # what second derivatives need
@@ -195,14 +187,8 @@ def run_traced_backward(ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> 
     for stage in ctx.backward_of.stages:
         if stage.rolls_forward_alone:
             torch.ops.duotone.roll_after(gradients[0])
-    repeated = ctx.backward_of.repeated or {}
     forward, backward, dx, *of_operands = run_backward(ctx, gradients)
-    inputs = [dx.dequantize() if isinstance(dx, QuantizedTensor) else dx, *of_operands]
-    for at in sorted(repeated):  # in the order of eager code
-        before, gradient, inputs[at] = inputs[repeated[at]], inputs[at], None
-        if gradient is not None:
-            inputs[repeated[at]] = gradient if before is None else before + gradient
-    return forward, backward, *inputs
+    return forward, backward, dx.dequantize() if isinstance(dx, QuantizedTensor) else dx, *of_operands
 
 
 _apply = super(torch.autograd.Function, PipelineFunction).apply  # type: ignore[misc]
@@ -223,18 +209,15 @@ def apply_traced(forward: Stages, backward: Backward, *operands: object) -> Outp
     """`PipelineFunction.apply` in a trace. Dynamo takes no tensor twice: one that comes again is a view.
 
     Backward reaches the newest view first, so views in reverse add gradients in the order of eager code. Dynamo knows
-    no planes of views, so a quantized tensor that comes again is left out, and the function adds its gradients.
+    no planes of views, so of a quantized tensor that comes again the values come.
     """
     distinct = list(operands)
-    repeated: dict[int, int] = {}
     for at in reversed(range(len(operands))):
         operand = operands[at]
-        same = [i for i in range(at) if operands[i] is operand]
-        if same and isinstance(operand, QuantizedTensor):
-            distinct[at], repeated[at] = None, same[0]
-        elif same and isinstance(operand, Tensor):
-            distinct[at] = operand.view_as(operand)
-    return PipelineFunction.apply(forward, backward._replace(repeated=repeated) if repeated else backward, *distinct)
+        if isinstance(operand, Tensor) and any(operands[i] is operand for i in range(at)):
+            is_quantized = isinstance(operand, QuantizedTensor)
+            distinct[at] = operand.dequantize() if is_quantized else operand.view_as(operand)
+    return PipelineFunction.apply(forward, backward, *distinct)
 
 
 class Runner:
@@ -255,33 +238,6 @@ class Runner:
 
 
 RUNNER = Runner()
-
-
-class GradientContext(FunctionCtx):
-    """What the forward of `WithGradient` saves for its backward."""
-
-    gradients: Callable[..., Gradients]
-    count: int
-
-
-class WithGradient(torch.autograd.Function):
-    """See `with_gradient`."""
-
-    @staticmethod
-    def forward(ctx: GradientContext, value: Callable[..., T], gradients: Callable[..., Gradients], *x: Tensor) -> T:
-        ctx.gradients, ctx.count = gradients, len(x)
-        ctx.set_materialize_grads(False)
-        return value(*x)
-
-    @staticmethod
-    def backward(ctx: GradientContext, *gradients: Tensor | None) -> Gradients:
-        is_needed = any(gradient is not None for gradient in gradients)
-        return None, None, *(ctx.gradients(*gradients) if is_needed else (None,) * ctx.count)
-
-
-def with_gradient(value: Callable[..., T], gradients: Callable[..., Gradients], *x: Tensor) -> T:
-    """`value(*x)`. `gradients` computes the gradient of each x from those of the outputs, if an output has one."""
-    return WithGradient.apply(value, gradients, *x)
 
 
 class Refused:

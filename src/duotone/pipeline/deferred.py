@@ -1,7 +1,7 @@
 """DeferredOutput: the output of an op that runs later: in the pipeline of its reader, or when other code reads it."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,16 +12,13 @@ from duotone.errors import UserError
 from duotone.pipeline.autograd import Outputs
 from duotone.pipeline.stage import Gradients
 
-if TYPE_CHECKING:
-    from duotone.pipeline.op import Op
-
 
 class Reader(Protocol):
     """Knows the op behind a deferred output, and its readers."""
 
     def read(
         self,
-        ops: "Sequence[Op]",
+        ops: Sequence[Any],
         x: "DeferredOutput",
         extra: Sequence[object],
         first: bool | Tensor | None,

@@ -3,7 +3,7 @@
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from duotone.errors import UserError
 from duotone.formats.format import require_dense
+from duotone.numbered import never_compiled
 from duotone.pipeline.autograd import (
     RUNNER,
     Backward,
@@ -24,11 +25,12 @@ from duotone.pipeline.channels import Channels
 from duotone.pipeline.deferred import DeferredOutput
 from duotone.pipeline.entry import apply_in_graph
 from duotone.pipeline.rewrites import RULES, rewrite
-from duotone.pipeline.rows import outside_of_graph
+from duotone.pipeline.rows import plain_stages
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.pipeline.stage import Stage
 from duotone.pipeline.titles import title
 from duotone.recipes.recipe import Recipe
+from duotone.sharding.dtensors import is_distributed
 from duotone.state.autocast_context import HIGH_PRECISION, active_region
 from duotone.state.rolling import roll_after
 from duotone.state.torch_private import is_forward_grad_enabled
@@ -38,7 +40,7 @@ from duotone.tensor.quantizer import quantizer_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-    from duotone.pipeline.spread import Spread
+    from duotone.sharding.activation_layout import ActivationLayout, LocalPieces
 
 
 class TensorInfo(NamedTuple):
@@ -57,7 +59,7 @@ class TensorInfo(NamedTuple):
     index: int = -1
     """The index of a CUDA device, -1 elsewhere."""
 
-    spread: "Spread | None" = None
+    layout: "ActivationLayout | None" = None
     """Set if the tensor is the local tensor of a DTensor."""
 
     @property
@@ -71,20 +73,15 @@ def is_autocast(device: str) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
-def is_distributed(x: object) -> "TypeGuard[DTensor]":
-    """Whether a tensor is a DTensor, without importing that."""
-    return hasattr(x, "device_mesh")
-
-
 def refuse_distributed(owner: object) -> NoReturn:
     """UserError: this module takes no DTensor."""
     raise UserError(f"{title(owner)} takes local tensors; got a DTensor: pass its to_local()")
 
 
-def info_of(x: object, owner: object = None, spread: "Spread | None" = None) -> TensorInfo:
+def info_of(x: object, owner: object = None, layout: "ActivationLayout | None" = None) -> TensorInfo:
     """The info of the first input. UserError unless `x` is a dense local tensor with a last dimension.
 
-    `spread` describes the DTensor whose local tensor is `x`.
+    `layout` describes the DTensor whose local tensor is `x`.
     """
     if isinstance(x, Tensor) and (x.is_nested or x.layout is not torch.strided):
         require_dense(title(owner), x)
@@ -102,7 +99,7 @@ def info_of(x: object, owner: object = None, spread: "Spread | None" = None) -> 
     if isinstance(x, QuantizedTensor) and dtype is x.dtype:  # casting a quantized tensor dequantizes it
         quantizer = quantizer_of(x)
     index = x.get_device() if device == "cuda" else -1
-    return TensorInfo(device, dtype, width, rows, x.requires_grad and torch.is_grad_enabled(), quantizer, index, spread)
+    return TensorInfo(device, dtype, width, rows, x.requires_grad and torch.is_grad_enabled(), quantizer, index, layout)
 
 
 CAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -154,7 +151,7 @@ class Op(Channels, KnownRoles):
         """
         raise NotImplementedError
 
-    def spread(self, x: "Spread") -> "Spread":
+    def output_layout(self, x: "ActivationLayout") -> "ActivationLayout":
         """How the output lies on a mesh if the input lies there like `x`. UserError if the op takes local tensors."""
         refuse_distributed(self)
 
@@ -219,15 +216,15 @@ def run(
     extra: Sequence[object],
     first: bool | Tensor | None,
     owner: object,
-    spread: "Spread | None" = None,
+    layout: "ActivationLayout | None" = None,
 ) -> Any:
     """Link the ops and run them as one pipeline. `owner` is the module that remembers rewritten tuples.
 
-    `spread` says how the DTensor lies on its mesh whose local tensor is `x`.
+    `layout` says how the DTensor lies on its mesh whose local tensor is `x`.
     """
     if type(x) is not Tensor and (type(x) is DeferredOutput or is_distributed(x)):
         return _special_run(x)(ops, x, extra, first, owner)
-    info = info_of(x, owner, spread)
+    info = info_of(x, owner, layout)
     x = x if info.dtype is x.dtype else x.to(info.dtype)
     count, linked, stages = 0, [], ()
     for op in ops:
@@ -275,14 +272,46 @@ def _run_outside_of_graphs(*arguments: Any) -> Any:
     if torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules:
         from duotone.state.uncompiled import call_with_dtensors  # loads the compiler
 
-        return call_with_dtensors(_run_spread, *arguments)
-    return _run_spread(*arguments)
+        return call_with_dtensors(_run_sharded, *arguments)
+    return _run_sharded(*arguments)
 
 
-def _run_spread(*arguments: Any) -> Any:
-    from duotone.pipeline.spread import run_spread  # loads DTensor
+def _run_sharded(
+    ops: Sequence[Op],
+    x: "DTensor | LocalPieces",
+    extra: Sequence[object],
+    first: bool | Tensor | None,
+    owner: object,
+) -> "DTensor | LocalPieces":
+    """`run` for a DTensor: the ops run one by one on local tensors."""
+    from torch.distributed.tensor import Partial
 
-    return run_spread(*arguments)
+    from duotone.sharding.activation_layout import (  # loads DTensor
+        ActivationLayout,
+        LocalPieces,
+        from_local,
+        placement_of,
+        to_local,
+    )
+
+    name = getattr(owner, "module_name", "") or type(owner).__name__
+    if extra:
+        raise UserError(f"{name} takes further inputs as local tensors beside a local tensor: pass to_local() of each")
+    for one in ops:
+        if isinstance(x, LocalPieces):
+            raise UserError(f"{name}: an op takes no output of pieces that lie on ranks; give it to_local() of them")
+        layout = ActivationLayout(x.device_mesh, placement_of(x, f"the input of {name}"), tuple(x.shape))
+        output = one.output_layout(layout)
+        # If columns are cut into shards, gradients of a replicated input are summed where the input was replicated.
+        cut = layout.dim is None and output.dim is not None
+        local = to_local(x, Partial() if cut else layout.placement)
+        if output.dim and layout.cuts_last and not output.cuts_last:  # to be scattered: (ranks * first dimension, ...)
+            local = local.unflatten(output.dim, (x.device_mesh.size(), -1)).movedim(output.dim, 0).flatten(0, 1)
+        y = run((one,), local, (), first, owner, layout)
+        if layout.dim and not layout.cuts_last and output.cuts_last:  # gathered: (ranks * first dimension, ...)
+            y = y.unflatten(0, (-1, layout.shape[0])).movedim(0, layout.dim).flatten(layout.dim, layout.dim + 1)
+        x = LocalPieces(y, name) if output.of_pieces else from_local(y, output)
+    return x
 
 
 def _accepted(
@@ -310,6 +339,7 @@ REMEMBERED = 64
 """How many rewritten tuples of stages a module remembers. Forgotten plans leave some behind."""
 
 
+@never_compiled  # Dynamo compiles parts of what it could not compile whole
 def _rewritten(
     stages: tuple[Stage, ...], ops: Sequence[Op], owner: dict[str, Any], alone: bool
 ) -> tuple[tuple[Stage, ...], Backward, bool]:
@@ -321,8 +351,9 @@ def _rewritten(
         if len(cache) >= REMEMBERED:
             cache.clear()
         # Code behind a broken graph has stages of a trace.
-        plain = tuple([outside_of_graph(stage, op.handle) for op, stage in zip(ops, stages, strict=True)])
-        forward, backward = rewrite(plain)
+        pairs = zip(ops, stages, strict=True)
+        eager = [plain_stages(stage.row_part, [op.number])[0] if stage.has_owner else stage for op, stage in pairs]
+        forward, backward = rewrite(tuple(eager))
         again = second_order(stages, owner.get("module_name", ""))
         rolls = any(stage.rolls_forward_alone for stage in stages)
         stores = any(basic.stores for stage in backward for basic in stage.basics)

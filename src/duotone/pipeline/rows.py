@@ -23,7 +23,7 @@ from duotone.pipeline.stage import AUTOGRAD, Stage, Stages, unpack
 from duotone.state.torch_private import constants_allowed, is_faking
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.plane import Planes, overlap, same_memory
-from duotone.tensor.plane_tensor import matrix_shape
+from duotone.tensor.plane_tensor import matrix_shape, plain
 
 S = TypeVar("S", bound=Stage)
 Rows = dict[Hashable, "Row"]
@@ -109,7 +109,9 @@ class Part:
     input_grad: bool = True
     """Whether backward gives its input a gradient."""
     plain: Callable[[str], Stage] | None = None
-    """The stage of the module of a number, in graphs that hold operations; `stage` if None."""
+    """The eager stage of the module of a number; `stage` if None."""
+    gives_quantized: bool = False
+    """Whether its output is quantized, so that no row ends with it."""
     is_quantized: bool = False
     """Whether one op runs it and the parts beside it."""
     recomputes: bool = False
@@ -129,9 +131,9 @@ PARTS: dict[str, Part] = {}
 """By the names in graphs."""
 
 
-def in_parts(stage: S, name: str, sources: tuple[bool, ...], input_grad: bool) -> S:
+def in_parts(stage: S, name: str, sources: tuple[bool, ...], input_grad: bool, gives_quantized: bool = False) -> S:
     """A stage without states that can be part of rows under a name. Equal names are of equal stages."""
-    PARTS.setdefault(name, Part(stage, sources=sources, input_grad=input_grad))
+    PARTS.setdefault(name, Part(stage, sources=sources, input_grad=input_grad, gives_quantized=gives_quantized))
     return replace(stage, row_part=RowPart(name).text)  # type: ignore[type-var]
 
 
@@ -145,6 +147,10 @@ def runs_of(names: str) -> tuple[tuple[int, str], ...]:
     texts = names.split(SEPARATOR)
     parts = [parts_of([RowPart.of(text).name])[0] if text else None for text in texts]
     kinds = ["" if part is None else "plain" if part.is_home and not part.is_quantized else "row" for part in parts]
+    for at in reversed(range(len(parts))):
+        part = parts[at]
+        if part is not None and part.gives_quantized and kinds[at + 1 : at + 2] != ["row"]:
+            kinds[at] = "plain"
     runs, first = list[tuple[int, str]](), 0
     for last in range(1, len(texts) + 1):
         if last == len(texts) or kinds[last] != kinds[first]:
@@ -257,7 +263,7 @@ class Row:
         tensors.clear()
         stages, needs = opened_stages(self.backward_of, slots, opened), tuple(map(bool, sinks))
         results = differentiate(stages, handed, (), saved, needs)
-        needed = [each for each, sink in zip(results, sinks, strict=True) if sink == AUTOGRAD]
+        needed = [plain(each) for each, sink in zip(results, sinks, strict=True) if sink == AUTOGRAD]
         gradients = [each.to(dtype).contiguous() for each in needed if each is not None]
         return [each if each.untyped_storage().nbytes() == each.nbytes else each.clone() for each in gradients]
 
@@ -294,12 +300,6 @@ def row_of(names: Sequence[str], handles: Sequence[Tensor], is_forward: bool) ->
         rows = of_module if rows is None else rows
     home = _home(parts)
     return _row(names, tuple(stages), parts, home.rows if rows is None else rows), home.structures
-
-
-def outside_of_graph(stage: Stage, handle: Tensor | None) -> Stage:
-    """The stage of a trace as eager code runs it. `handle` is that of its module."""
-    part = parts_of([RowPart.of(stage.row_part).name])[0] if stage.has_owner else None
-    return stage if part is None or part.of_module is None or handle is None else part.of_module(handle, True)[0]
 
 
 def shapes_of(call: RowCall, tensors: list[Any], shape: Sequence[int]) -> list[Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone.optim import AdamW
-from duotone.tensor.fsdp import shard_of
+from duotone.sharding.dtensors import shard_of
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1

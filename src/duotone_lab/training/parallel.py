@@ -25,7 +25,7 @@ from duotone.errors import UserError
 from duotone.modules import MoE
 from duotone.modules.planned import Planned
 from duotone.recipes import Recipe, Schedule
-from duotone.tensor.fsdp import shard_of
+from duotone.sharding.dtensors import shard_of
 from duotone_lab.memory.storages import total_bytes
 from duotone_lab.memory.wire import Wire
 from duotone_lab.training import checkpoint, meta

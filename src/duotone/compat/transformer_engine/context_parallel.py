@@ -17,8 +17,8 @@ from duotone.attention.heads import token_axis
 from duotone.attention.masks import checked_edges
 from duotone.attention.rotary import Angles, Rotation
 from duotone.comm.collectives import all_to_all, group_rank, group_size
+from duotone.custom_gradient import with_gradient
 from duotone.errors import UserError
-from duotone.pipeline.autograd import with_gradient
 
 Lengths = Tensor | None
 Map = Callable[[Tensor], Tensor]

@@ -12,8 +12,8 @@ from duotone.errors import UserError
 from duotone.optim.master import needs_master, values_of
 from duotone.optim.moments import SCALE, first_moment, laid_like, store_first_moment
 from duotone.optim.update import Saved
+from duotone.sharding.dtensors import shard_of
 from duotone.tensor import QuantizedTensor
-from duotone.tensor.fsdp import shard_of
 
 ADAM: dict[str, Rule] = {
     "bias_correction": (lambda value: value is True, "write the update yourself"),

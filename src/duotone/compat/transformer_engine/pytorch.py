@@ -24,8 +24,8 @@ from duotone.compat.transformer_engine.context_parallel import (
 from duotone.compat.transformer_engine.options import CALLS, Options, by_name
 from duotone.compat.transformer_engine.their_arguments import CLASSES, TakesTheirArguments, Tracker, fork, ranks
 from duotone.errors import UserError
-from duotone.linear.layout import parallel_layout
 from duotone.pipeline.titles import title
+from duotone.sharding.layout import parallel_layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,4 +1,4 @@
-"""DTensors in a pipeline: ops run on this rank's local tensors, and the output is a DTensor again.
+"""DTensors as inputs and outputs of layers, which compute with this rank's local tensors.
 
 torch's own redistribution sums and gathers activations. Here only the placements of a call are decided.
 """
@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from duotone.custom_gradient import with_gradient
 from duotone.errors import UserError
-from duotone.pipeline import op as pipeline
-from duotone.pipeline.autograd import with_gradient
-from duotone.pipeline.op import Op, is_distributed
+from duotone.sharding.dtensors import is_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Spread(NamedTuple):
-    """How an activation of this global shape lies on the ranks of a mesh of one dimension."""
+class ActivationLayout(NamedTuple):
+    """Layout of an activation on a mesh of one dimension: its global shape, and its placement."""
 
     mesh: "DeviceMesh"
     placement: Placement
@@ -50,13 +49,13 @@ class Spread(NamedTuple):
         return self.mesh.get_group().group_name
 
 
-def replicated(x: Tensor | None, spread: Spread, name: str) -> Tensor | None:
+def replicated(x: Tensor | None, layout: ActivationLayout, name: str) -> Tensor | None:
     """This rank's copy of a parameter that an op applies to each shard. UserError unless it is replicated there."""
     if x is None:
         return None
-    if not is_distributed(x) or x.device_mesh != spread.mesh or placement_of(x, name) != Replicate():
+    if not is_distributed(x) or x.device_mesh != layout.mesh or placement_of(x, name) != Replicate():
         raise UserError(f"{name} has to be Replicate() on the mesh of the input, as SequenceParallel makes it")
-    return to_local(x, Replicate() if spread.dim is None else Partial(), Replicate())
+    return to_local(x, Replicate() if layout.dim is None else Partial(), Replicate())
 
 
 def placement_of(x: DTensor, name: str) -> Placement:
@@ -74,34 +73,6 @@ def whole(x: DTensor) -> DTensor:
     """The whole value, from the parts of all ranks, on each rank."""
     everywhere = [Replicate()] * x.device_mesh.ndim
     return DTensor.from_local(x.full_tensor().detach(), x.device_mesh, everywhere, run_check=False)
-
-
-def run_spread(
-    ops: Sequence[Op],
-    x: "DTensor | LocalPieces",
-    extra: Sequence[object],
-    first: bool | Tensor | None,
-    owner: object,
-) -> "DTensor | LocalPieces":
-    """`run` for a DTensor: the ops run one by one on local tensors."""
-    name = getattr(owner, "module_name", "") or type(owner).__name__
-    if extra:
-        raise UserError(f"{name} takes further inputs as local tensors beside a local tensor: pass to_local() of each")
-    for one in ops:
-        if isinstance(x, LocalPieces):
-            raise UserError(f"{name}: an op takes no output of pieces that lie on ranks; give it to_local() of them")
-        spread = Spread(x.device_mesh, placement_of(x, f"the input of {name}"), tuple(x.shape))
-        output = one.spread(spread)
-        # If columns are cut into shards, gradients of a replicated input are summed where the input was replicated.
-        cut = spread.dim is None and output.dim is not None
-        local = to_local(x, Partial() if cut else spread.placement)
-        if output.dim and spread.cuts_last and not output.cuts_last:  # to be scattered: (ranks * first dimension, ...)
-            local = local.unflatten(output.dim, (x.device_mesh.size(), -1)).movedim(output.dim, 0).flatten(0, 1)
-        y = pipeline.run((one,), local, (), first, owner, spread)
-        if spread.dim and not spread.cuts_last and output.cuts_last:  # gathered: (ranks * first dimension, ...)
-            y = y.unflatten(0, (-1, spread.shape[0])).movedim(0, spread.dim).flatten(spread.dim, spread.dim + 1)
-        x = LocalPieces(y, name) if output.of_pieces else from_local(y, output)
-    return x
 
 
 def to_local(x: DTensor, gradient: Placement, stored: Placement | None = None) -> Tensor:
@@ -144,14 +115,14 @@ class LocalPieces:
         return self.local
 
 
-def from_local(y: Tensor, spread: Spread) -> DTensor:
+def from_local(y: Tensor, layout: ActivationLayout) -> DTensor:
     """The DTensor whose local tensor on this rank is `y`."""
-    shape, placement = torch.Size(spread.shape), spread.placement
+    shape, placement = torch.Size(layout.shape), layout.placement
     stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
     placements = (Replicate() if isinstance(placement, Partial) else placement,)
 
     def value(y: Tensor) -> DTensor:
-        return DTensor.from_local(y, spread.mesh, (placement,), run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(y, layout.mesh, (placement,), run_check=False, shape=shape, stride=stride)
 
     def gradients(dy: DTensor) -> tuple[Tensor]:
         dy = dy if dy.placements == placements else dy.redistribute(placements=placements)
