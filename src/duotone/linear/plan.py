@@ -16,7 +16,7 @@ from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plane_source import ENCODE_NOW, HIGH_PRECISION, USE_HELD
-from duotone.pipeline.row_call import DIFFERENTIATE, RUN
+from duotone.pipeline.row_call import INTERFACE
 from duotone.pipeline.titles import title
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, TENSOR_TYPES, QuantizerRole, Site
@@ -231,7 +231,7 @@ class LinearPlan:
         formats = [fmt and fmt.node_name for q in self.quantizers.values() for fmt in (q.rowwise, q.columnwise)]
         operands = [vars(each) for each in self.operands.values()]
         rules = [gemm.rule for gemm in self.gemms]
-        content = repr((RUN, DIFFERENTIATE, formats, rules, operands, self.layout, self.seeds))
+        content = repr((INTERFACE, formats, rules, operands, self.layout, self.seeds))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def opened(self, slots: Mapping[Slot, Slot]) -> "LinearPlan":

@@ -16,7 +16,10 @@ KEEPING = {"/None": None, "/True": True, "/False": False}
 _CALL = "Tensor[] handles, str call, SymInt[] symbols"
 RUN = f"(Tensor x, Tensor?[] operands, {_CALL}) -> Tensor[]"
 DIFFERENTIATE = f"(Tensor dy, Tensor[] kept, Tensor? token, Tensor?[] sources, {_CALL}) -> Tensor[]"
-"""Schemas of the ops of rows. Names of parts depend on them, since torch keeps graphs on disk."""
+"""Schemas of the ops of rows."""
+INTERFACE = RUN, DIFFERENTIATE, 2
+"""The schemas, and a number that changes with what the text of a call means. Names of parts depend on it, since torch
+keeps graphs on disk, where a later version of Duotone finds them."""
 
 
 class RowPart(NamedTuple):
