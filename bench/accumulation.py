@@ -19,7 +19,7 @@ from bench.timing.records import emit
 from duotone import formats
 from duotone.dispatch.rule import GemmRule
 from duotone.dispatch.scaled import BlockScaledProduct, ScaledProduct
-from duotone.tensor.quantizer import encode_plane
+from duotone.tensor.plane_encoder import encode_plane
 
 TENSOR, ROW, BLOCK, SQUARE = "fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128"
 SLOW, FAST = (ScaledProduct("", fast) for fast in (False, True))

@@ -19,7 +19,7 @@ from duotone.dispatch import gemms, segments
 from duotone.dispatch.rule import GemmProblem
 from duotone.dispatch.target import target
 from duotone.kernels.grouped import GroupedProduct
-from duotone.tensor.quantizer import encode_plane
+from duotone.tensor.plane_encoder import encode_plane
 
 SHAPES = ((4096, 8192, 4096), (14336, 8192, 4096), (8192, 16384, 8192), (28672, 8192, 8192))
 """Rows of dw, tokens, columns of dw."""

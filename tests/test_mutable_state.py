@@ -42,7 +42,6 @@ ALLOWED = {
     "conversion.forwards.planned_class": CLASSES,
     "conversion.patterns.default_epsilon": PURE,
     "conversion.skipped.bypassed_children": PURE,
-    "dispatch.cast_ops._cast_of": PURE,
     "dispatch.casts._CASTS": PURE,
     "dispatch.casts._DECODERS": PURE,
     "dispatch.casts._segment_cast": LAUNCH,

@@ -11,7 +11,7 @@ from duotone.dispatch.products import factors, mm_fp32
 from duotone.dispatch.target import target
 from duotone.formats import Epilogue
 from duotone.tensor import Plane
-from duotone.tensor.quantizer import encode_plane
+from duotone.tensor.plane_encoder import encode_plane
 
 M, N, K = 48, 80, 160
 PAIRS = [

@@ -14,7 +14,7 @@ from duotone.dispatch.compiler import compiler_reason
 from duotone.dispatch.products import factors
 from duotone.recipes.builtin import BUILTIN
 from duotone.tensor.context import QuantizeContext
-from duotone.tensor.quantizer import encode_plane
+from duotone.tensor.plane_encoder import encode_plane
 
 pytestmark = pytest.mark.skipif(bool(compiler_reason()), reason="inductor needs a C++ compiler: apt-get install g++")
 

@@ -22,7 +22,7 @@ from duotone.formats.scaled_format import ScaledFormat
 from duotone.formats.scales import Fp32Scale
 from duotone.recipes import RuleRecipe
 from duotone.recipes.rules import Rule
-from duotone.tensor.quantizer import encode_plane
+from duotone.tensor.plane_encoder import encode_plane
 
 # --- the element and the row of the catalog
 

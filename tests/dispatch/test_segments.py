@@ -9,7 +9,7 @@ from duotone.dispatch import segment_products
 from duotone.dispatch import segments as segments_of_rows
 from duotone.dispatch.rule import JoinedOperand, JoinedWeights
 from duotone.dispatch.scaled import ScaledProduct
-from duotone.tensor.quantizer import encode_plane
+from duotone.tensor.plane_encoder import encode_plane
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
 from duotone.kernels.segment_cast import Segments

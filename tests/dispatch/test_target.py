@@ -15,7 +15,7 @@ from duotone.dispatch import target as targets
 from duotone.dispatch.segment_products import dtype_of_product
 from duotone.dispatch.target import Target, runs_kernels, scales_rows_to_fp32, target
 from duotone.formats.elements import PLAIN
-from duotone.tensor.quantizer import encode_plane
+from duotone.tensor.plane_encoder import encode_plane
 
 ROW, TENSOR, BLOCK, SQUARE = (f"fp8_e4m3_{kind}" for kind in ("row", "tensor", "1x128_fp32", "128x128_fp32"))
 

@@ -1,4 +1,4 @@
-"""Casts as ops of a graph: shapes without values are those that a cast has, also where nothing is cast."""
+"""Casts in graphs and predictions: planes without values have the shapes and memory orders that a cast gives."""
 
 import copy
 
@@ -8,7 +8,7 @@ import torch
 import duotone
 from duotone import formats, recipes
 from duotone.dispatch import stages
-from duotone.dispatch.cast_ops import cast_planes, empty_planes, named_parts
+from duotone.dispatch.empty_planes import empty_planes, named_parts
 
 NAMES = ["fp8_e4m3_tensor", "fp8_e5m2_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "mxfp8_e4m3", "mxfp8_e4m3_32x32"]
 
@@ -17,7 +17,7 @@ NAMES = ["fp8_e4m3_tensor", "fp8_e5m2_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128"
 def test_an_empty_matrix_has_empty_codes_and_scales_of_its_grid(name) -> None:
     fmt = formats.get(name)
     for shape in ((0, 256), (128, 0)):
-        parts = cast_planes(torch.empty(shape, dtype=torch.bfloat16), name, name, True, None)
+        parts = empty_planes(torch.empty(shape, dtype=torch.bfloat16), fmt, fmt)
         assert len(parts) == (3 if name == "fp8_e4m3_tensor" else 4)  # one scale for both planes is one result
         for plane, (m, k) in zip(named_parts(fmt, fmt, parts), (shape, shape[::-1]), strict=True):
             specs = fmt.parts(m, k)
@@ -26,13 +26,14 @@ def test_an_empty_matrix_has_empty_codes_and_scales_of_its_grid(name) -> None:
 
 
 def test_a_plane_that_is_not_asked_for_has_no_parts() -> None:
-    codes, scale = empty_planes(torch.empty(128, 256), "mxfp8_e4m3", "")
+    fmt = formats.get("mxfp8_e4m3")
+    codes, scale = empty_planes(torch.empty(128, 256), fmt, None)
     assert codes.shape == (128, 256)
     assert scale.shape == (128, 8) and scale.stride() == (1, 128)  # as cuBLAS reads scales of blocks
-    assert named_parts(formats.get("mxfp8_e4m3"), None, [codes, scale]) == ({"codes": codes, "scale": scale}, {})
-    codes, scale = empty_planes(torch.empty(128, 256), "", "mxfp8_e4m3")
+    assert named_parts(fmt, None, [codes, scale]) == ({"codes": codes, "scale": scale}, {})
+    codes, scale = empty_planes(torch.empty(128, 256), None, fmt)
     assert codes.shape == (256, 128)
-    assert named_parts(None, formats.get("mxfp8_e4m3"), [codes, scale]) == ({}, {"codes": codes, "scale": scale})
+    assert named_parts(None, fmt, [codes, scale]) == ({}, {"codes": codes, "scale": scale})
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rht_sr", "nvfp4_row", "nvfp4_16x16"])
@@ -41,12 +42,11 @@ def test_parts_of_nvfp4_without_values_are_those_of_the_format(name) -> None:
     fmt = formats.get(name)
     for device, shape in (("cpu", (0, 64)), ("meta", (100, 72))):
         x = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        op = cast_planes if device == "cpu" else torch.ops.duotone.cast_planes
-        parts = op(x, name, name, True, None)
+        parts = empty_planes(x, fmt, fmt)
         for side, (m, k) in enumerate((shape, shape[::-1])):
             for part, spec in zip(parts[3 * side : 3 * side + 3], fmt.parts(m, k).values(), strict=True):
                 assert part.shape == spec.shape and part.dtype is spec.dtype
-    assert len(torch.ops.duotone.cast_planes(x, "", name, True, None)) == 3
+    assert len(empty_planes(x, None, fmt)) == 3
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-block"])

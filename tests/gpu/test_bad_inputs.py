@@ -15,7 +15,7 @@ from duotone.dispatch import target as targets
 from duotone.errors import UserError
 from duotone.tensor import Quantizer
 from duotone.tensor.context import QuantizeContext
-from duotone.tensor.quantizer import encode_plane
+from duotone.tensor.plane_encoder import encode_plane
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),

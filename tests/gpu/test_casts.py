@@ -18,7 +18,7 @@ from duotone.tensor import Quantizer
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.history import History
 from duotone.tensor.plane import Plane, Usage
-from duotone.tensor.quantizer import encode_plane
+from duotone.tensor.plane_encoder import encode_plane
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),

@@ -70,12 +70,6 @@ def test_the_graph_of_a_compiled_linear_is_one_op_for_each_pass(name: str) -> No
     assert ours == [f"{prefix}row.default", f"{prefix}row_gradients.default"]
 
 
-@pytest.mark.parametrize("name", ["nvfp4_rht_sr", "nvfp4_16x16_sr", "nvfp4_row"])
-def test_ops_of_nvfp4_are_what_their_schemas_say(name) -> None:
-    x, seed = torch.randn(100, 72, device="cuda").bfloat16(), torch.tensor([5], device="cuda")
-    opcheck(torch.ops.duotone.cast_planes.default, (x, name, name, True, None, seed))
-
-
 Calls = dict[OpOverload, tuple[object, ...]]
 CHECKS = "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
 
@@ -121,15 +115,6 @@ def test_the_ops_of_a_graph_are_what_their_schemas_say(name: str, kind: str, op:
     assert f"duotone::{op}" in {target.name() for target in calls}
     for target, arguments in calls.items():
         opcheck(target, arguments, test_utils=checks_for(arguments))
-
-
-def test_a_cast_with_the_number_of_a_state_is_what_its_schema_says() -> None:
-    module = duotone.Linear(64, 64, device="cuda", params_dtype=torch.bfloat16, recipe=recipes.load("fp8-delayed"))
-    x = torch.randn(32, 64, device="cuda").bfloat16()
-    module(x).sum().backward()
-    formats = "fp8_e4m3_delayed", "fp8_e4m3_delayed"
-    arguments = (x, module.duotone_forward.number, 0, "", "use", False, *formats, True)
-    opcheck(torch.ops.duotone.delayed_planes.default, arguments)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -11,7 +11,7 @@ from duotone.dispatch import gemms
 from duotone.dispatch.target import target
 from duotone.formats import ScaleCodec
 from duotone.tensor.context import QuantizeContext
-from duotone.tensor.quantizer import encode_plane
+from duotone.tensor.plane_encoder import encode_plane
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),

@@ -18,7 +18,7 @@ from duotone.dispatch.target import target
 from duotone.linear import grouped
 from duotone.recipes import Recipe
 from duotone.tensor.plane import Plane
-from duotone.tensor.quantizer import encode_plane
+from duotone.tensor.plane_encoder import encode_plane
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

@@ -15,6 +15,7 @@ import duotone_lab
 from duotone import QuantizeContext, Quantizer, formats, ops, recipes
 from duotone.dispatch import casts
 from duotone.state.delayed import DelayedState
+from duotone.tensor import plane
 from duotone_lab.memory.memory_ledger import module_rows
 from duotone_lab.memory.storages import LiveStorages
 
@@ -288,14 +289,13 @@ def test_on_cuda_a_prediction_counts_what_a_cast_kernel_allocates(
     names: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel writes parts alone. Stages in plain torch need several times as much, such as fp32 copies."""
-    monkeypatch.setattr(casts, "runs_kernels", lambda index: index >= 0)
+    for module in (casts, plane):
+        monkeypatch.setattr(module, "runs_kernels", lambda index: index >= 0)
     row, col = map(formats.get, names)
     specs = [*row.parts(256, 512).values(), *col.parts(512, 256).values()]
     with FakeTensorMode():
         x = torch.empty(256, 512, device="cuda", dtype=BF16)
-        ctx = QuantizeContext(
-            seed=torch.empty(1, dtype=torch.int64, device="cuda"), traces_kernel=True, traced_formats=names
-        )
+        ctx = QuantizeContext(seed=torch.empty(1, dtype=torch.int64, device="cuda"))
         with LiveStorages([x]) as live:
             before = live.live
             planes = Quantizer(row, col).encode(x, ctx=ctx)

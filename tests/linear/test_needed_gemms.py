@@ -13,7 +13,7 @@ from duotone.formats import get
 from duotone.recipes import CustomRecipe
 from duotone.tensor import Quantizer
 from duotone.tensor.plane import Planes
-from duotone.tensor.quantizer import encode_plane
+from duotone.tensor.plane_encoder import encode_plane
 
 MX, FP8 = get("mxfp8_e4m3"), get("fp8_e4m3_tensor")
 

@@ -15,7 +15,7 @@ from duotone import formats, observe, recipes
 from duotone.observe.statistics import EXTREMES, FIELDS, measure, summary
 from duotone.recipes import Recipe
 from duotone.tensor import BOTH, LOCAL, Plane, Quantizer
-from duotone.tensor.quantizer import encode_plane
+from duotone.tensor.plane_encoder import encode_plane
 
 BF16 = torch.bfloat16
 ROWS = {"module", "role", "plane", "format", "snr_db", "underflow", "saturation", "amax", "dynamic_range_bits"}

@@ -21,8 +21,7 @@ from duotone.compat.quantizers import (
 )
 from duotone.errors import RecipeError, UserError
 from duotone.recipes.delayed import DelayedScalingRequest
-from duotone.tensor import LOCAL, QuantizeContext, Usage
-from duotone.tensor import quantizer as quantizers
+from duotone.tensor import LOCAL, QuantizeContext, Usage, plane_encoder
 from duotone.tensor.history import History
 
 
@@ -256,13 +255,13 @@ def keep(t, usage: Usage):
 
 def count(monkeypatch) -> list[tuple[str, str]]:
     calls: list[tuple[str, str]] = []
-    original = quantizers.encode_plane
+    original = plane_encoder.encode_plane
 
     def counting(fmt, x, ctx=LOCAL, plane="row", stages=None):
         calls.append((fmt.name, plane))
         return original(fmt, x, ctx, plane, stages)
 
-    monkeypatch.setattr(quantizers, "encode_plane", counting)
+    monkeypatch.setattr(plane_encoder, "encode_plane", counting)
     return calls
 
 

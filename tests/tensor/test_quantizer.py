@@ -5,22 +5,21 @@ import torch
 
 from duotone import Quantizer, formats
 from duotone.errors import UserError
-from duotone.tensor import LOCAL, QuantizeContext, Usage
-from duotone.tensor import quantizer as quantizers
-from duotone.tensor.quantizer import encode_plane
+from duotone.tensor import LOCAL, QuantizeContext, Usage, plane_encoder
+from duotone.tensor.plane_encoder import encode_plane
 
 get = formats.get
 
 
 def count_encodes(monkeypatch) -> list[tuple[str, str]]:
     calls: list[tuple[str, str]] = []
-    original = quantizers.encode_plane
+    original = plane_encoder.encode_plane
 
     def counting(fmt, x, ctx=LOCAL, plane="row", stages=None):
         calls.append((fmt.name, plane))
         return original(fmt, x, ctx, plane, stages)
 
-    monkeypatch.setattr(quantizers, "encode_plane", counting)
+    monkeypatch.setattr(plane_encoder, "encode_plane", counting)
     return calls
 
 

@@ -16,7 +16,8 @@ from duotone.formats.geometry import TENSOR
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Usage
-from duotone.tensor.quantizer import Quantizer, encode_plane
+from duotone.tensor.plane_encoder import encode_plane
+from duotone.tensor.quantizer import Quantizer
 
 TILE = 128
 """Queries and keys of one tile of the matrix of scores."""

@@ -9,7 +9,7 @@ from duotone.errors import UserError
 from duotone.formats import Format
 from duotone.formats.format import require_dense
 from duotone.tensor.plane import Plane
-from duotone.tensor.quantizer import encode_plane
+from duotone.tensor.plane_encoder import encode_plane
 
 
 class KVCache:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from duotone.modules.traced_stages import number_of, owner_of
-from duotone.state.delayed_slot import define_slot_ops
+from duotone.state.delayed_slot import define_slot_op
 from duotone.tensor.context import Slot
 
 
@@ -23,13 +23,9 @@ class TracedSlot(Slot):
     def scale_for(self, x: Tensor) -> Tensor:
         return torch.ops.duotone.traced_scale(x, self.handle, self.stage, self.operand, self.side)
 
-    def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> list[Tensor]:
-        where = (self.handle, self.stage, self.operand, self.side)
-        return torch.ops.duotone.traced_planes(x, *where, row, col, propagate)
-
 
 def _slot(handle: Tensor, *place: Any) -> Slot:
     return owner_of(number_of(handle)).slot(*place)
 
 
-define_slot_ops("traced", "Tensor handle, str stage, str operand, int side", _slot)
+define_slot_op("traced_scale", "Tensor handle, str stage, str operand, int side", _slot)

@@ -268,7 +268,7 @@ class Computed(NamedTuple):
 def _takes_segments(linears: Sequence[LinearStage]) -> bool:
     """Whether one cast encodes all segments of each operand, and nothing else happens to them."""
     plan = linears[0].plan
-    joint = all(takes_segments(operand) for operand in plan.operands.values())
+    joint = all(takes_segments(operand, plan.fprop.problem) for operand in plan.operands.values())
     return joint and plan.layout == WHOLE and all(type(one) is LinearStage for one in linears)
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 
 from duotone.comm import ShardContext
-from duotone.dispatch.casts import has_casts
 from duotone.dispatch.gemms import choose
 from duotone.dispatch.rule import GemmProblem
 from duotone.dispatch.target import least_work, target
@@ -129,13 +128,10 @@ def _source_of_held_weight(request: PlanRequest, target_quantizer: Quantizer, pr
 
 def _context(request: PlanRequest, shard: ShardContext | None, quantizer: Quantizer) -> QuantizeContext:
     formats = quantizer.rowwise, quantizer.columnwise
-    where = target(request.device)
-    kernel = has_casts(*formats, request.dtype, where)
-    alone = tuple(fmt.name for fmt in formats if fmt is not None and has_casts(fmt, None, request.dtype, where))
     is_scaled = all(fmt is None or fmt.scale_codec.family == ScaleCodec.FP32.family for fmt in formats)
     typed = is_scaled and shard is None and not request.layout.exchanges  # codes that travel or are decoded are bytes
     propagate = request.recipe.propagate_nonfinite
-    return QuantizeContext(shard, traces_kernel=kernel, traced_formats=alone, propagate=propagate, typed=typed)
+    return QuantizeContext(shard, propagate=propagate, typed=typed)
 
 
 def _input_backward(request: PlanRequest, override: BackwardOperand, quantizer: Quantizer) -> BackwardOperand:

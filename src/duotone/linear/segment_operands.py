@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from duotone.dispatch.casts import segment_cast
-from duotone.dispatch.rule import JoinedOperand, JoinedWeights
+from duotone.dispatch.casts import has_casts, segment_cast
+from duotone.dispatch.rule import GemmProblem, JoinedOperand, JoinedWeights
 from duotone.dispatch.segments import are_real as segments_are_real
 from duotone.dispatch.segments import equal_segments, table
 from duotone.dispatch.stages import amax_of
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from duotone.kernels.segment_cast import Coded, Segments, Table
 
 
-def takes_segments(operand: OperandPlan) -> bool:
+def takes_segments(operand: OperandPlan, problem: GemmProblem) -> bool:
     """Whether one cast encodes row segments under separate scales, and backward reads the columnwise plane.
 
     The rule of a GEMM says whether it multiplies them (`GemmRule.refuse_segments`). Weights may have their planes.
     """
-    quantizer, context = operand.quantizer, operand.context
+    quantizer = operand.quantizer
     encodes = operand.source.encodes or operand.source is USE_HELD
     plain = type(quantizer) is Quantizer and quantizer.columnwise_source == "original" and encodes
-    return plain and operand.backward is BACKWARD_OPERANDS[None] and context.shard is None and context.traces_kernel
+    has_cast = has_casts(quantizer.rowwise, quantizer.columnwise, problem.dtype, problem.target)
+    return plain and operand.backward is BACKWARD_OPERANDS[None] and operand.context.shard is None and has_cast
 
 
 def are_real(x: Tensor, weights: Sequence[Tensor]) -> bool:

@@ -17,7 +17,7 @@ from duotone.modules.parametrizations import weights_of
 from duotone.pipeline.titles import title
 from duotone.recipes.delayed import check_requests
 from duotone.recipes.roles import Site
-from duotone.sharding.dtensors import shard_of
+from duotone.sharding.dtensors import shard_behind, shard_of
 from duotone.state import rolling
 from duotone.state.delayed import DelayedState
 from duotone.state.delayed_slot import DelayedSlot
@@ -25,7 +25,6 @@ from duotone.state.region import AmaxMode
 from duotone.state.torch_private import is_faking, real_tensors
 from duotone.tensor import History, QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext
-from duotone.tensor.gathers import shard_behind
 from duotone.tensor.history import clips
 from duotone.tensor.plane_tensor import PlaneTensor, plain
 

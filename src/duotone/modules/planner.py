@@ -30,13 +30,14 @@ from duotone.pipeline.saved_forwards import KEEPS
 from duotone.pipeline.slot_roles import ConsumerRoles
 from duotone.pipeline.titles import title
 from duotone.recipes.recipe import Recipe, drop_dead
+from duotone.sharding.dtensors import shard_behind
 from duotone.sharding.layout import Layout, compared
 from duotone.state import seeds
 from duotone.state.autocast_context import active_region
 from duotone.state.region import STACK, AmaxMode, CallRegion, in_backward, mode_now
 from duotone.state.torch_private import SHAPES, in_pipeline
 from duotone.tensor import QuantizedTensor, Quantizer
-from duotone.tensor.gathers import frees_after_forward, shard_behind
+from duotone.tensor.gathers import frees_after_forward
 
 RECIPES = "do not follow the same recipe", "give all of them the same one"
 StageKey = tuple[object, ...]

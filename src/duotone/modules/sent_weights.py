@@ -30,8 +30,8 @@ from duotone.tensor.context import FixedScale, QuantizeContext, Slot
 from duotone.tensor.fsdp import BEFORE
 from duotone.tensor.gathers import COLUMNWISE, ROWWISE, Gathers, fsdp_groups
 from duotone.tensor.plane import Planes, Usage
+from duotone.tensor.plane_encoder import encodes_alone
 from duotone.tensor.plane_tensor import PlaneTensor
-from duotone.tensor.quantizer import encodes_alone
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

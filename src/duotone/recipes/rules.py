@@ -21,7 +21,8 @@ from duotone.recipes.roles import (
 )
 from duotone.recipes.tables import Table
 from duotone.tensor.history import History
-from duotone.tensor.quantizer import SOURCES, Quantizer
+from duotone.tensor.plane_encoder import SOURCES
+from duotone.tensor.quantizer import Quantizer
 
 DIRECTIONS = ("rowwise", "columnwise")
 BY_PLACE = ("module", "module_regex", "layer")

@@ -11,6 +11,7 @@ from duotone.comm import ShardContext
 from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import Format
 from duotone.tensor.fsdp import ShardHooks
+from duotone.tensor.plane_tensor import PlaneTensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -83,3 +84,10 @@ def _sharded(holder: "DTensor", shard: "ShardHooks") -> ShardContext | None:
             f"{holder.shape[0]} rows over {ranks} ranks are uneven; make them a multiple of the ranks"
         )
     return shard_context(holder, shard.formats)
+
+
+def shard_behind(weight: PlaneTensor) -> PlaneTensor:
+    """The shard of a weight that FSDP2 gathered from quantized shards: optimizers write it. Else the weight."""
+    param = None if weight.gathers is None else weight.gathers.param
+    shard = weight if param is None else param._sharded_local_tensor
+    return shard if isinstance(shard, type(weight)) else weight

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from duotone.capture import is_capturing
 from duotone.comm import all_reduce, require_same
-from duotone.dispatch.cast_ops import cast_planes, empty_planes
 from duotone.dispatch.stages import amax_of
 from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, define_op
@@ -54,10 +53,6 @@ class DelayedSlot(Slot):
 
     def scale_for(self, x: Tensor) -> Tensor:
         return torch.ops.duotone.delayed_scale(x, self.state, self.index, self.group, self.mode._value_, self.backward)
-
-    def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> list[Tensor]:
-        where = (self.state, self.index, self.group, self.mode._value_, self.backward)
-        return torch.ops.duotone.delayed_planes(x, *where, row, col, propagate)
 
     def serves(self, other: Slot | None) -> bool:
         """As `Slot.serves`. Layers share graphs that only read a weight; one that writes holds the state's number."""
@@ -216,10 +211,10 @@ def _raise_to(live: Tensor, amax: Tensor) -> None:
     live.copy_(torch.maximum(live, amax.view(torch.int32)))
 
 
-def define_slot_ops(
+def define_slot_op(
     name: str, place: str, slot_of: Callable[..., Slot], trace: Callable[..., object] = lambda *_: None
 ) -> None:
-    """Define the ops `<name>_scale` and `<name>_planes` of slots that a graph names by `place`, part of a schema.
+    """Define the op of the scale of slots that a graph names by `place`, part of a schema.
 
     A trace calls `trace(*place)` for each of them.
     """
@@ -227,29 +222,16 @@ def define_slot_ops(
     def scale(x: Tensor, *place: Any) -> Tensor:
         return measured_scale(slot_of(*place), x)
 
-    def planes(x: Tensor, *arguments: Any) -> list[Tensor]:
-        *place, row, col, propagate = arguments
-        factor, live = slot_of(*place).place(x)
-        return cast_planes(x, row, col, propagate, factor, live=live)
-
-    def scale_shape(x: Tensor, *place: Any) -> Tensor:
+    def shape(x: Tensor, *place: Any) -> Tensor:
         trace(*place)
         return x.new_empty((1,), dtype=torch.float32)
 
-    def plane_shapes(x: Tensor, *arguments: Any) -> list[Tensor]:
-        *place, row, col, _ = arguments
-        trace(*place)
-        return empty_planes(x, row, col)
-
-    formats = "str row, str col, bool propagate"
-    define_op(f"{name}_scale(Tensor x, {place}) -> Tensor", scale, scale_shape, tags=STATEFUL)
-    define_op(f"{name}_planes(Tensor x, {place}, {formats}) -> Tensor[]", planes, plane_shapes, tags=STATEFUL)
+    define_op(f"{name}(Tensor x, {place}) -> Tensor", scale, shape, tags=STATEFUL)
 
 
 def _slot(state: str, index: int, group: str, mode: str, backward: bool) -> DelayedSlot:
     return DelayedSlot(state, index, group, AMAX_MODES[mode], backward)
 
 
-define_slot_ops(
-    "delayed", "str state, int index, str group, str mode, bool backward", _slot, lambda state, *_: TRACED.add(state)
-)
+PLACE = "str state, int index, str group, str mode, bool backward"
+define_slot_op("delayed_scale", PLACE, _slot, lambda state, *_: TRACED.add(state))

@@ -74,10 +74,6 @@ class Slot:
         """Like `place`, for the first of `count` slots, `distance` apart. `amaxes` measures all, fp32 (count,)."""
         raise NotImplementedError
 
-    def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> list[Tensor]:
-        """In traced code: the parts of both planes, in the formats of these names ("" for no plane)."""
-        return torch.ops.duotone.cast_planes(x, row, col, propagate, self.scale_for(x))
-
 
 class OpenSlot(Slot):
     """A slot that one call has opened."""
@@ -110,8 +106,6 @@ class QuantizeContext:
     - `amaxes`: what they have agreed on before, for the rowwise and the columnwise plane.
     - `slots`: delayed scaling of the rowwise and the columnwise plane.
     - `seed`: int64 (1,), for stochastic rounding.
-    - `traces_kernel`: traced code may call the kernel that casts both planes. The plan decides it, as a trace cannot.
-    - `traced_formats`: names of the formats of which traced code may call the kernel that casts one plane.
     - `propagate`: elements that are not finite make the products that read them non-finite (see `Format.encode`).
     - `typed`: codes have the dtype of their element if that saves host time, else uint8.
     - `nominal`: the dtype of the tensor that is written, and of the dequantized plane that another plane encodes; None
@@ -121,11 +115,9 @@ class QuantizeContext:
     shard: ShardContext | None = None
     slots: tuple[Slot | None, Slot | None] = (None, None)
     seed: Tensor | None = None
-    traces_kernel: bool = False
     propagate: bool = True
     nominal: torch.dtype | None = None
     typed: bool = False
-    traced_formats: tuple[str, ...] = ()
     amaxes: Amaxes = NO_AMAXES
 
     def with_seed(self, seed: Tensor | None) -> "QuantizeContext":
@@ -148,7 +140,7 @@ class QuantizeContext:
         return self if self.slots == (None, None) else self._but((None, None), self.seed)
 
     def _but(self, slots: tuple[Slot | None, Slot | None], seed: Tensor | None) -> "QuantizeContext":
-        options = self.traces_kernel, self.propagate, self.nominal, self.typed, self.traced_formats
+        options = self.propagate, self.nominal, self.typed
         return QuantizeContext(self.shard, slots, seed, *options)  # much faster than `replace`
 
 

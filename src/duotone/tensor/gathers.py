@@ -6,7 +6,7 @@ gather sends that plane alone. A columnwise plane that follows from the rowwise 
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    from duotone.tensor.plane_tensor import PlaneTensor
 
 ROW_DIM, COLUMN_DIM = 0, 1
 """The dimension of each plane that holds the rows of the tensor, which FSDP shards."""
@@ -188,8 +186,8 @@ class Gathers:
         return ()
 
     def deliver(
-        self, outputs: Sequence[Tensor], out: "PlaneTensor | None", make: "Callable[[Planes], PlaneTensor]"
-    ) -> "tuple[PlaneTensor, tuple[Tensor, ...]] | None":
+        self, outputs: Sequence[Tensor], out: Any, make: Callable[[Planes], Any]
+    ) -> tuple[Any, tuple[Tensor, ...]] | None:
         """What FSDP2's second hook returns: a new tensor over the planes that arrived, or None if `out` has them."""
         freed = self.receive(outputs)
         if out is None:
@@ -278,13 +276,6 @@ def owners(shard: Tensor) -> "tuple[FSDPParam, FSDPParamGroup] | tuple[None, Non
             if param._sharded_local_tensor is shard:
                 return param, group
     return None, None
-
-
-def shard_behind(weight: "PlaneTensor") -> "PlaneTensor":
-    """The shard of a weight that FSDP2 gathered from quantized shards: optimizers write it. Else the weight."""
-    param = None if weight.gathers is None else weight.gathers.param
-    shard = weight if param is None else param._sharded_local_tensor
-    return shard if isinstance(shard, type(weight)) else weight
 
 
 def _refresh(whole: Plane, fresh: Plane, gathered: Sequence[str]) -> None:

@@ -15,13 +15,14 @@ from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from duotone.comm import all_gather
-from duotone.dispatch.cast_ops import named_parts
-from duotone.dispatch.casts import FP8_DTYPES, contiguous, decoded, is_predicted, one_read
+from duotone.dispatch.casts import FP8_DTYPES, cast_of, contiguous, decoded, is_predicted, one_read
+from duotone.dispatch.empty_planes import empty_planes, named_parts
 from duotone.dispatch.stages import stages_for
+from duotone.dispatch.target import runs_kernels
 from duotone.errors import MissingPlaneError
 from duotone.formats import IDENTITY, Format, Parts
 from duotone.formats.geometry import crop
-from duotone.tensor.context import QuantizeContext, Slot
+from duotone.tensor.context import QuantizeContext
 
 if TYPE_CHECKING:
     from duotone.kernels.activations import FusedProducer
@@ -211,12 +212,12 @@ def encode_once(
         if slot is None:
             return None
     if torch.compiler.is_dynamo_compiling():
-        return _encode_traced(row, col, x, slot, ctx)  # no kernel runs in a trace
+        return None  # no kernel runs in a trace
     if producer is not None and ctx.shard is not None:
         return None
     cast = one_read(row, col, x, ctx.propagate)
     if cast is None:
-        return _encode_traced(row, col, x, slot, ctx) if producer is None and is_predicted(x) else None
+        return _without_values(row, col, x, ctx) if producer is None and is_predicted(x) else None
     seed = _seed(row, col, x, ctx) if cast.is_random else ()
     if seed is None:
         return None
@@ -265,22 +266,13 @@ def _seed(row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeContex
     return None if ctx.seed is None or ctx.seed.device != x.device else (ctx.seed,)
 
 
-def _encode_traced(
-    row: Format | None, col: Format | None, x: Tensor, slot: Slot | None, ctx: QuantizeContext
-) -> Planes | None:
-    """`encode_once` as one opaque op, of a graph or of a prediction."""
-    seed = _seed(row, col, x, ctx)
-    alone = row if col is None else col if row is None else None
-    has_kernel = ctx.traces_kernel if alone is None else alone.name in ctx.traced_formats
-    if not has_kernel or ctx.shard is not None or seed is None:
+def _without_values(row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeContext) -> Planes | None:
+    """The planes that `encode_once` allocates for a fake matrix. None if no kernel makes them."""
+    has_kernel = runs_kernels(x.get_device()) and cast_of(row, col, x.dtype, ctx.propagate) is not None
+    if not has_kernel or ctx.shard is not None or _seed(row, col, x, ctx) is None:
         return None
-    names = "" if row is None else row.name, "" if col is None else col.name
-    if slot is not None:
-        parts = slot.cast(x, *names, ctx.propagate)
-    else:
-        parts = torch.ops.duotone.cast_planes(x, *names, ctx.propagate, None, *seed)
-    planes = Planes.of(row, col, parts, x.shape)
-    for plane in planes if ctx.typed and is_predicted(x) else ():
+    planes = Planes.of(row, col, empty_planes(x, row, col), x.shape)
+    for plane in planes if ctx.typed else ():
         if plane is not None and plane.format.code_dtype in FP8_DTYPES:
             plane.parts["codes"] = plane.parts["codes"].view(plane.format.code_dtype)
     return planes

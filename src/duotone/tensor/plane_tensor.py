@@ -14,10 +14,10 @@ from duotone.formats import IDENTITY, Format
 from duotone.formats.format import require_dense
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import Plane, Planes, Usage, same_memory
+from duotone.tensor.plane_encoder import PlaneEncoder
 
 if TYPE_CHECKING:
     from duotone.tensor.gathers import Gathers
-    from duotone.tensor.quantizer import Quantizer
 
 T = TypeVar("T")
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,7 +60,7 @@ class PlaneTensor(Decodable):
 
     _rowwise: Plane | None
     _columnwise: Plane | None
-    quantizer: "Quantizer"
+    quantizer: PlaneEncoder
     context: QuantizeContext
     is_piece: bool
     is_blank: bool = False
@@ -71,7 +71,7 @@ class PlaneTensor(Decodable):
     def __new__(
         cls,
         planes: Planes,
-        quantizer: "Quantizer",
+        quantizer: PlaneEncoder,
         shape: torch.Size,
         dtype: torch.dtype,
         *,

@@ -12,11 +12,11 @@ from duotone.formats import Format, get
 from duotone.graph_ops import define_op
 from duotone.tensor.context import FixedScale, QuantizeContext
 from duotone.tensor.plane import Plane, Planes, Usage
-from duotone.tensor.quantizer import Quantizer
+from duotone.tensor.plane_encoder import PlaneEncoder
 
 
 def delayed_scales(
-    quantizer: Quantizer, x: Tensor, usage: Usage, ctx: QuantizeContext
+    quantizer: PlaneEncoder, x: Tensor, usage: Usage, ctx: QuantizeContext
 ) -> tuple[Tensor | None, Tensor | None]:
     """The scales that the slots of a context give to the planes that `usage` names."""
     row, col = quantizer.rowwise, quantizer.columnwise
@@ -33,10 +33,10 @@ def fixed(*scales: Tensor | None) -> tuple[FixedScale | None, FixedScale | None]
     return row, col
 
 
-def encode_traced(quantizer: Quantizer, x: Tensor, usage: Usage, ctx: QuantizeContext) -> Planes:
-    """`Quantizer.encode` of a write in a trace: one op, unless the graph has to see collectives or unknown formats."""
+def encode_traced(quantizer: PlaneEncoder, x: Tensor, usage: Usage, ctx: QuantizeContext) -> Planes:
+    """`encode` of a write in a trace: one op, unless the graph has to see collectives or unknown formats."""
     formats = quantizer.rowwise, quantizer.columnwise
-    if _shards_agree(formats, ctx) or type(quantizer) is not Quantizer or not all(map(_is_registered, formats)):
+    if _shards_agree(formats, ctx) or not quantizer.is_plain or not all(map(_is_registered, formats)):
         return quantizer.encode(x, usage, ctx)
     row, col = (fmt.name if fmt is not None else "" for fmt in formats)
     tensors = *delayed_scales(quantizer, x, usage, ctx), ctx.seed
@@ -72,7 +72,7 @@ def _encode_planes(
     `tensors` are the delayed scales of both planes and the seed.
     """
     of_row, of_col, seed = tensors
-    quantizer = Quantizer((row and get(row)) or None, (col and get(col)) or None, source)
+    quantizer = PlaneEncoder((row and get(row)) or None, (col and get(col)) or None, source)
     ctx = QuantizeContext(None, fixed(of_row, of_col), seed, propagate=propagate, nominal=nominal)
     parts = quantizer.encode(x, Usage(*usage), ctx).buffers
     return [new.copy_(part) for new, part in zip(_empty_planes(x, row, col, usage), parts, strict=True)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -17,10 +17,9 @@ from duotone.formats.elements import divide
 from duotone.tensor.context import LOCAL, NO_AMAXES, Amaxes, QuantizeContext, Slot
 from duotone.tensor.history import clips
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage, encode_over, same_memory
+from duotone.tensor.plane_encoder import PlaneEncoder, encodes_alone
 from duotone.tensor.plane_tensor import Decodable, PlaneTensor, check_source, matrix_shape, plain
-
-if TYPE_CHECKING:
-    from duotone.tensor.quantizer import Quantizer
+from duotone.tensor.traced_writes import encode_traced
 
 
 class Writes(PlaneTensor):
@@ -31,7 +30,7 @@ class Writes(PlaneTensor):
         source: Tensor,
         *,
         noop_flag: Tensor | None = None,
-        quantizer: "Quantizer | None" = None,
+        quantizer: PlaneEncoder | None = None,
         usage: Usage = BOTH,
         ctx: QuantizeContext = LOCAL,
     ) -> Self:
@@ -47,7 +46,7 @@ class Writes(PlaneTensor):
         self,
         source: Tensor,
         noop_flag: Tensor | None,
-        written: "Quantizer",
+        written: PlaneEncoder,
         usage: Usage,
         by_training: bool = False,
     ) -> "Pending":
@@ -82,10 +81,8 @@ class Writes(PlaneTensor):
 
         return Pending(write, lambda: self._shared_amaxes(matrix, written, planes_written))
 
-    def _shared_amaxes(self, matrix: Tensor, written: "Quantizer", usage: Usage) -> Amaxes:
+    def _shared_amaxes(self, matrix: Tensor, written: PlaneEncoder, usage: Usage) -> Amaxes:
         """What shards agree on before they write a matrix: amaxes of scales that span them, and of delayed scales."""
-        from duotone.tensor.quantizer import encodes_alone  # needs QuantizedTensor
-
         if not encodes_alone(written):
             return NO_AMAXES
         shared = written.shared_amaxes(matrix, usage, self._write_context())
@@ -119,7 +116,7 @@ class Writes(PlaneTensor):
             slot.fit(amax)
 
     def _encode_over(
-        self, matrix: Tensor, usage: Usage, written: "Quantizer", ctx: QuantizeContext, keep: Tensor
+        self, matrix: Tensor, usage: Usage, written: PlaneEncoder, ctx: QuantizeContext, keep: Tensor
     ) -> bool:
         """Write the planes of `usage` by a kernel that reads `keep` itself. False if there is no such kernel."""
         if not written.is_repeatable or written.columnwise_source != "original":
@@ -172,9 +169,7 @@ class Writes(PlaneTensor):
 
     def hold_high_precision(self) -> None:
         """Let a blank tensor hold values that are not encoded, such as the mask of a dropout, which torch writes."""
-        from duotone.tensor.quantizer import Quantizer  # needs QuantizedTensor
-
-        self.quantizer, self.is_blank = Quantizer(), False
+        self.quantizer, self.is_blank = self.quantizer.in_high_precision, False
         row = Plane.of(torch.empty(self.matrix_shape, dtype=self.dtype, device=self.device))
         self._rowwise, self._columnwise = row, row.transposed()
 
@@ -262,11 +257,9 @@ class Writes(PlaneTensor):
         self.copy_(values)
 
 
-def _encoded(written: "Quantizer", values: Tensor, usage: Usage, ctx: QuantizeContext) -> Planes:
+def _encoded(written: PlaneEncoder, values: Tensor, usage: Usage, ctx: QuantizeContext) -> Planes:
     if not isinstance(values, FunctionalTensor):
         return written.encode(values, usage, ctx)
-    from duotone.tensor.traced_writes import encode_traced  # needs quantizers
-
     return encode_traced(written, values, usage, ctx)
 
 
