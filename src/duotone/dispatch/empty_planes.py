@@ -1,15 +1,11 @@
 """What casts of kernels allocate, for tensors without values, and their parts by name."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from duotone.dispatch.casts import is_two_level
 from duotone.formats import Format, Parts
-
-if TYPE_CHECKING:
-    pass
 
 
 def empty_planes(x: Tensor, row: Format | None, col: Format | None) -> list[Tensor]:
@@ -27,10 +23,11 @@ def _empty_parts(fmt: Format | None, x: Tensor, m: int, k: int) -> list[Tensor]:
     """In the memory order of `duotone.kernels.cast`: scales of a column of 1 x C blocks lie together."""
     if fmt is None:
         return []
-    parts = {part: x.new_empty(spec.shape, dtype=spec.dtype) for part, spec in fmt.parts(m, k).items()}
-    if fmt.block.rows == 1 and fmt.block.cols > 0 and not is_two_level(fmt):
-        parts["scale"] = parts["scale"].new_empty(parts["scale"].shape[::-1]).t()
-    return [*parts.values()]
+    lies_turned = fmt.block.rows == 1 and fmt.block.cols > 0 and not is_two_level(fmt)
+    turned = [(lies_turned and name == "scale", spec) for name, spec in fmt.parts(m, k).items()]
+    sizes = [(spec.shape[::-1] if is_turned else spec.shape, is_turned, spec.dtype) for is_turned, spec in turned]
+    empty = [(x.new_empty(size, dtype=dtype), is_turned) for size, is_turned, dtype in sizes]
+    return [part.t() if is_turned else part for part, is_turned in empty]
 
 
 def named_parts(row: Format | None, col: Format | None, parts: Sequence[Tensor]) -> tuple[Parts, Parts]:
