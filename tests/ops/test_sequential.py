@@ -631,3 +631,22 @@ def test_where_a_bias_goes_and_the_order_of_dimensions_may_change_between_calls(
     assert torch.allclose(heads(x.transpose(0, 1)), y.transpose(0, 1), atol=1e-6)
     with pytest.raises(UserError, match="qkv_format"):
         heads.qkv_format = "dhsb"
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "mxfp8"])
+@pytest.mark.parametrize("tail", [ops.SwiGLU, lambda: ops.RMSNorm(96)], ids=["SwiGLU", "RMSNorm"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["before a linear", "behind a linear"])
+def test_what_reads_a_quantized_tensor_and_is_no_linear_has_the_bits_of_eager(name, tail, is_first) -> None:
+    """It keeps the quantized tensor, and reads it in fp32. An op that kept it as a plain one had rounded it to bf16."""
+    reader = tail()
+    linear = ops.Linear(96 if not isinstance(reader, ops.SwiGLU) else 48, 64) if is_first else ops.Linear(64, 96)
+    parts = (ops.Quantize(), reader, linear) if is_first else (linear, ops.Quantize(), reader)
+    model = ops.Sequential(*parts).bfloat16()
+    x = torch.randn(32, 96 if is_first else 64).bfloat16()
+    results = []
+    for call in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        with duotone.autocast(name):
+            y = call(leaf)
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), [leaf, *model.parameters()])])
+    assert all(map(torch.equal, *results))

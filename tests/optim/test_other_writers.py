@@ -174,3 +174,25 @@ def test_masters_follow_a_weight_that_becomes_its_own_transpose() -> None:
     expected = m.weight.detach().clone()
     step(m, optimizer)
     assert (m.weight - expected).abs().max() <= 2 * 1e-4 + 2**-9 * expected.abs().max()  # a step of lr, and bf16
+
+
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["plain", "quantized"])
+def test_a_new_parameter_that_gets_the_state_of_another_keeps_its_values(is_quantized: bool) -> None:
+    """Code that permutes, resets or prunes neurons moves the state. The old master was written over the new weight."""
+    layer = nn.Linear(32, 32).bfloat16()
+    duotone.convert(layer, "mxfp8", rules=())
+    if is_quantized:
+        duotone.convert_parameters(layer, "mxfp8")
+    optimizer = duotone.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0, master_weights=True)
+    layer(torch.randn(8, 32).bfloat16()).sum().backward()
+    optimizer.step()
+    old = layer.weight
+    values = (old.dequantize() if is_quantized else old).detach().flip(0)
+    layer.weight = nn.Parameter(values.clone())
+    optimizer.state[layer.weight] = optimizer.state.pop(old)
+    group = optimizer.param_groups[0]
+    group["params"] = [layer.weight if each is old else each for each in group["params"]]
+    group["lr"] = 0.0
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    assert torch.equal(layer.weight, values)

@@ -78,14 +78,12 @@ def of_module(template: str, handle: Tensor, is_forward: bool) -> tuple[PlannedS
 
 def stage_of(template: str, number: str) -> PlannedStage:
     """The eager stage of the module of a number."""
-    planner: Plans = owner_of(number)
-    return planner.follow(template)[1]
+    return owner_of(number).follow(template)[1]  # type: ignore[no-any-return]
 
 
 def keeping_stage_of(template: str, first: bool | None, number: str) -> PlannedStage:
     """`stage_of` with the caches and sinks of the module. `first`: see `Planner.variant`."""
-    planner: Plans = owner_of(number)
-    return planner.eager_stage(template, first)
+    return owner_of(number).eager_stage(template, first)  # type: ignore[no-any-return]
 
 
 def keeping_of_module(template: str, first: bool | None, handle: Tensor, is_forward: bool) -> tuple[PlannedStage, Rows]:

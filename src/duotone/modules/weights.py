@@ -192,8 +192,7 @@ def replace(old: Tensor, new: nn.Parameter) -> None:
     if old.grad is not None and new.grad is None and (new.is_meta or not old.grad.is_meta):
         new.grad = old.grad.to(device=new.device, dtype=new.dtype)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if getattr(old, hooks):  # torch keeps them at what is swapped
-            setattr(new, hooks, getattr(old, hooks))
+        setattr(new, hooks, getattr(old, hooks))  # torch keeps them at what is swapped
     try:
         torch.utils.swap_tensors(old, new)
     except RuntimeError as error:

@@ -189,8 +189,8 @@ class AdamW(Optimizer):
             state.pop("master", None)
         elif "master" not in state:
             state["master"] = laid_like(parameter, initial_master(shard, stored["master"]))
-        elif mark is not None:
-            adopt_writes(parameter, shard_of(state["master"]), mark)
+        else:
+            adopt_writes(parameter, shard_of(state["master"]), mark or Mark.of_another(parameter))
         if "step" not in state:
             like = torch.empty(shard.shape, device=parameter.device)
             self._state_of(group, parameter, laid_like(parameter, like), torch.float32)

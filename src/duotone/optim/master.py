@@ -78,6 +78,11 @@ class Mark(NamedTuple):
     is_load: bool
 
     @staticmethod
+    def of_another(parameter: Tensor) -> "Mark":
+        """The mark of a parameter that got the state of another one. All that it holds was written since."""
+        return Mark((), (-1, -1), parameter.dtype, None, is_load=True)
+
+    @staticmethod
     def of(parameter: Tensor, *, is_load: bool = False) -> "Mark":
         """The mark of the present state of a parameter."""
         codes, fmt = shard_of(parameter), None

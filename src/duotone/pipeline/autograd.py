@@ -215,8 +215,7 @@ def apply_traced(forward: Stages, backward: Backward, *operands: object) -> Outp
     for at in reversed(range(len(operands))):
         operand = operands[at]
         if isinstance(operand, Tensor) and any(operands[i] is operand for i in range(at)):
-            is_quantized = isinstance(operand, QuantizedTensor)
-            distinct[at] = operand.dequantize() if is_quantized else operand.view_as(operand)
+            distinct[at] = operand.dequantize() if isinstance(operand, QuantizedTensor) else operand.view_as(operand)
     return PipelineFunction.apply(forward, backward, *distinct)
 
 

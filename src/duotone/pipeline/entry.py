@@ -33,7 +33,7 @@ from duotone.pipeline.saved_forwards import ForBackward, Token, forward_of
 from duotone.pipeline.stage import AUTOGRAD, ELSEWHERE_WITH_ZEROS, Stages
 from duotone.state.rolling import roll_after
 from duotone.state.torch_private import mark_effect
-from duotone.tensor.plane_tensor import plain
+from duotone.tensor import QuantizedTensor
 
 
 def _run(
@@ -112,7 +112,6 @@ class RowFunction(torch.autograd.Function):
     def forward(ctx: Any, handles: list[Tensor], row: str, x: Tensor, *operands: Tensor | None) -> Tensor:
         parts = named(row)
         known = parts_of(names := tuple([part.name for part in parts]))
-        x = x if known[0].input else plain(x)
         of_operands = [known[0].sources[0], *[is_source for part in known for is_source in part.sources[1:]]]
         flat_parts, held, flags = list[Tensor | None](), list[int](), list[bool]()
         for operand, is_source in zip((x, *operands), of_operands, strict=True):
@@ -195,7 +194,7 @@ def apply_in_graph(stages: Stages, ops: Sequence[HasHandle], x: Tensor, *operand
     `ops`: the modules of the stages.
     """
     outputs, at, first = [x], 0, 0
-    for last, kind in runs_of(SEPARATOR.join([stage.row_part for stage in stages])):
+    for last, kind in runs_of(SEPARATOR.join([stage.row_part for stage in stages]), isinstance(x, QuantizedTensor)):
         run = stages[first:last]
         end = at + sum([sum(stage.arity) for stage in run])
         outputs[0], *extra = _apply_run(kind, run, ops[first:last], outputs[0], operands[at:end])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from duotone.state.torch_private import constants_allowed, is_faking
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.plane import Planes, overlap, same_memory
 from duotone.tensor.plane_tensor import matrix_shape, plain
+from duotone.tensor.quantizer import quantizer_of
 
 S = TypeVar("S", bound=Stage)
 Rows = dict[Hashable, "Row"]
@@ -73,17 +74,35 @@ class Seed(NamedTuple):
     source: int
 
 
+class KeptParts(NamedTuple):
+    """A kept quantized tensor: what makes it, how its parts hold it, and their places."""
+
+    make: "Held"
+    how: int
+    places: list["Place"]
+
+
+Place = int | View | KeptParts | None
+"""Of a saved tensor: its index among the sources and the kept tensors behind them, or its view of one."""
+
+
+def _at(place: Place, given: Sequence[Any]) -> Any:
+    if isinstance(place, KeptParts):
+        return place.make(place.how, [_at(each, given) for each in place.places], ())
+    return place.restore(given) if isinstance(place, View) else None if place is None else given[place]
+
+
 class Structure(NamedTuple):
     """How the backward of a signature finds what its forward saved."""
 
     shells: list[list[Any]]
     has_seeds: bool
-    places: list[int | View | None]
-    """Of each saved tensor: its index among the sources and the kept tensors behind them, or its view of one."""
+    places: list[Place]
+    """Of each saved tensor."""
 
     def saved(self, given: Sequence[Any]) -> list[Tensor | None]:
         """The saved tensors, from the sources and the kept tensors."""
-        return [p.restore(given) if isinstance(p, View) else None if p is None else given[p] for p in self.places]
+        return [_at(place, given) for place in self.places]
 
     def shells_over(self, sources: Sequence[Any]) -> list[list[Any]]:
         """The shells with the seeds of a call."""
@@ -138,22 +157,23 @@ def in_parts(stage: S, name: str, sources: tuple[bool, ...], input_grad: bool, g
 
 
 @constant_in_traces
-def runs_of(names: str) -> tuple[tuple[int, str], ...]:
+def runs_of(names: str, is_held: bool) -> tuple[tuple[int, str], ...]:
     """Cut the stages of a pipeline into runs: where each ends, and "row", "plain", or "" for stages without a name.
 
     `names` holds the parts as a graph names them. One op runs a row: linears that are quantized or keep tensors, and
-    the norms and activations beside them. Graphs hold the operations of what is "plain".
+    the norms and activations beside them. Graphs hold the operations of what is "plain". `is_held`: whether the input
+    is quantized, which linears alone take in parts.
     """
-    texts = names.split(SEPARATOR)
-    parts = [parts_of([RowPart.of(text).name])[0] if text else None for text in texts]
+    parts = [parts_of([RowPart.of(text).name])[0] if text else None for text in names.split(SEPARATOR)]
     kinds = ["" if part is None else "plain" if part.is_home and not part.is_quantized else "row" for part in parts]
-    for at in reversed(range(len(parts))):
-        part = parts[at]
+    if is_held and parts[0] is not None and not parts[0].is_quantized:
+        kinds[0] = "plain"
+    for at, part in reversed([*enumerate(parts)]):
         if part is not None and part.gives_quantized and kinds[at + 1 : at + 2] != ["row"]:
             kinds[at] = "plain"
     runs, first = list[tuple[int, str]](), 0
-    for last in range(1, len(texts) + 1):
-        if last == len(texts) or kinds[last] != kinds[first]:
+    for last in range(1, len(parts) + 1):
+        if last == len(parts) or kinds[last] != kinds[first]:
             is_low = any(part is not None and part.is_quantized for part in parts[first:last])
             runs.append((last, kinds[first] if is_low or kinds[first] != "row" else "plain"))
             first = last
@@ -162,8 +182,7 @@ def runs_of(names: str) -> tuple[tuple[int, str], ...]:
 
 def plain_stages(row: str, numbers: Sequence[str]) -> Stages:
     """The stages of a row whose operations a graph holds. `numbers` are those of modules, "" for stages without."""
-    parts = parts_of([part.name for part in named(row)])
-    pairs = zip(parts, numbers, strict=True)
+    pairs = zip(parts_of([part.name for part in named(row)]), numbers, strict=True)
     return tuple([part.stage if part.plain is None else part.plain(number) for part, number in pairs])
 
 
@@ -200,7 +219,7 @@ class Row:
 
     def __init__(self, stages: Stages, parts: Sequence[Part]) -> None:
         weights = [part.weight for part, stage in zip(parts, stages, strict=True) for _ in range(sum(stage.arity))]
-        self.held = [parts[0].input, *weights]
+        self.held: list[Any] = [parts[0].input, *weights]
         self.keeps = any(part.keeps for part in parts)
         self.waits = any(stage.waits for stage in stages)
         self.forward_of, self.backward_of = rewrite(stages)
@@ -230,22 +249,25 @@ class Row:
         of_parts, whole = iter(inputs), list[Any]()
         for make, code in zip(self.held, held, strict=True):
             tensors = [next(of_parts) for _ in range(code // PLAIN)]
-            whole.append(make(code % PLAIN, tensors, () if whole else shape) if make and code % PLAIN else tensors[0])
+            whole.append(make(code % PLAIN, tensors, () if whole else shape) if code % PLAIN else tensors[0])
         x, *operands = whole
         (y,), saved, shells, _ = run_forward(stages, None, x, tuple(operands))
         shared = [x if is_source else None for x, is_source in zip(inputs, sources, strict=True)]
-        outputs, places = [y if View.of(y, inputs) is None else y.clone()], list[int | View | None]()
-        for tensor in saved:
+        outputs = [y if View.of(y, inputs) is None else y.clone()]
+
+        def place_of(tensor: Tensor | None) -> Place:
+            if isinstance(tensor, QuantizedTensor):
+                parts, how = flat(tensor)
+                make = Held(cast(Quantizer, quantizer_of(tensor)), tensor.dtype, tensor.shape)
+                return KeptParts(make, how, [place_of(part) for part in parts])
             candidates = [*shared, *outputs[1:]]
-            if tensor is None:
-                places.append(None)
-            elif same := [i for i, each in enumerate(candidates) if each is tensor]:
-                places += same[:1]
-            elif (view := View.of(tensor, candidates, len(shared))) is not None:
-                places.append(view)
-            else:
-                places.append(len(candidates))
-                outputs.append(tensor.clone() if View.of(tensor, [*inputs, y]) is not None else tensor)
+            same = [i for i, each in enumerate(candidates) if each is tensor and tensor is not None]
+            if tensor is None or same or (view := View.of(tensor, candidates, len(shared))) is not None:
+                return None if tensor is None else same[0] if same else view
+            outputs.append(tensor.clone() if View.of(tensor, [*inputs, y]) is not None else tensor)
+            return len(candidates)
+
+        places = [place_of(tensor) for tensor in saved]
         change = torch.clone if self.keeps else partial(_seed, inputs)
         shells = [[_replaced(x, Tensor, change) for x in entry] for entry in shells]
         if self.keeps:
