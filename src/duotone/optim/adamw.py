@@ -189,7 +189,8 @@ class AdamW(Optimizer):
             state.pop("master", None)
         elif "master" not in state:
             state["master"] = laid_like(parameter, initial_master(shard, stored["master"]))
-        else:
+        elif mark is not None or self._marks.keys() - {p for each in self.param_groups for p in each["params"]}:
+            # Without a mark the state is one that a script filled or, if others left the groups, that of another one.
             adopt_writes(parameter, shard_of(state["master"]), mark or Mark.of_another(parameter))
         if "step" not in state:
             like = torch.empty(shard.shape, device=parameter.device)
