@@ -60,11 +60,8 @@ def add_parts(name: str, template: str, stage: PlannedStage, module: PlannedModu
         part = replace(part, of_module=of_one, sources=sources, recomputes=recomputes)
         PARTS[name] = replace(part, plain=plain, is_quantized=plan.is_quantized)
     for end, first in KEEPING.items():
-        keeping = {
-            "of_module": partial(keeping_of_module, template, first),
-            "plain": partial(keeping_stage_of, template, first),
-        }
-        PARTS[name + end] = replace(part, **keeping, keeps=True)
+        of_one, plain = partial(keeping_of_module, template, first), partial(keeping_stage_of, template, first)
+        PARTS[name + end] = replace(part, of_module=of_one, plain=plain, keeps=True)
 
 
 def of_module(template: str, handle: Tensor, is_forward: bool) -> tuple[PlannedStage, Rows]:
