@@ -634,7 +634,11 @@ def test_where_a_bias_goes_and_the_order_of_dimensions_may_change_between_calls(
 
 
 @pytest.mark.parametrize("name", ["fp8-current", "mxfp8"])
-@pytest.mark.parametrize("tail", [ops.SwiGLU, lambda: ops.RMSNorm(96)], ids=["SwiGLU", "RMSNorm"])
+@pytest.mark.parametrize(
+    "tail",
+    [ops.SwiGLU, lambda: ops.RMSNorm(96), lambda: ops.Sequential(ops.Identity(), ops.RMSNorm(96))],
+    ids=["SwiGLU", "RMSNorm", "Identity and RMSNorm"],
+)
 @pytest.mark.parametrize("is_first", [True, False], ids=["before a linear", "behind a linear"])
 def test_what_reads_a_quantized_tensor_and_is_no_linear_has_the_bits_of_eager(name, tail, is_first) -> None:
     """It keeps the quantized tensor, and reads it in fp32. An op that kept it as a plain one had rounded it to bf16."""

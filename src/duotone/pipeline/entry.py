@@ -19,6 +19,7 @@ from duotone.pipeline.row_call import DIFFERENTIATE, PLAIN, RUN, RowCall, number
 from duotone.pipeline.rows import (
     MOST,
     SEPARATOR,
+    first_run,
     flat,
     keeps,
     named,
@@ -26,7 +27,6 @@ from duotone.pipeline.rows import (
     plain_stages,
     remember,
     row_of,
-    runs_of,
     shapes_of,
 )
 from duotone.pipeline.saved_forwards import ForBackward, Token, forward_of
@@ -194,7 +194,10 @@ def apply_in_graph(stages: Stages, ops: Sequence[HasHandle], x: Tensor, *operand
     `ops`: the modules of the stages.
     """
     outputs, at, first = [x], 0, 0
-    for last, kind in runs_of(SEPARATOR.join([stage.row_part for stage in stages]), isinstance(x, QuantizedTensor)):
+    while first < len(stages):
+        names = SEPARATOR.join([stage.row_part for stage in stages[first:]])
+        length, kind = first_run(names, isinstance(outputs[0], QuantizedTensor))
+        last = first + length
         run = stages[first:last]
         end = at + sum([sum(stage.arity) for stage in run])
         outputs[0], *extra = _apply_run(kind, run, ops[first:last], outputs[0], operands[at:end])
@@ -204,7 +207,7 @@ def apply_in_graph(stages: Stages, ops: Sequence[HasHandle], x: Tensor, *operand
 
 
 def _apply_run(kind: str, run: Stages, ops: Sequence[HasHandle], x: Tensor, operands: Sequence[Any]) -> Sequence[Any]:
-    """The outputs of a run of stages, of a kind of `runs_of`."""
+    """The outputs of a run of stages, of a kind of `first_run`."""
     if not kind:
         y = apply_traced(run, Backward(run), x, *operands)
         return y if isinstance(y, tuple) else (y,)

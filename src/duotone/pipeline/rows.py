@@ -157,8 +157,8 @@ def in_parts(stage: S, name: str, sources: tuple[bool, ...], input_grad: bool, g
 
 
 @constant_in_traces
-def runs_of(names: str, is_held: bool) -> tuple[tuple[int, str], ...]:
-    """Cut the stages of a pipeline into runs: where each ends, and "row", "plain", or "" for stages without a name.
+def first_run(names: str, is_held: bool) -> tuple[int, str]:
+    """How many of the stages of a pipeline run together first, and how: as "row", "plain", or "" without a name.
 
     `names` holds the parts as a graph names them. One op runs a row: linears that are quantized or keep tensors, and
     the norms and activations beside them. Graphs hold the operations of what is "plain". `is_held`: whether the input
@@ -167,17 +167,13 @@ def runs_of(names: str, is_held: bool) -> tuple[tuple[int, str], ...]:
     parts = [parts_of([RowPart.of(text).name])[0] if text else None for text in names.split(SEPARATOR)]
     kinds = ["" if part is None else "plain" if part.is_home and not part.is_quantized else "row" for part in parts]
     if is_held and parts[0] is not None and not parts[0].is_quantized:
-        kinds[0] = "plain"
+        return 1, "plain"
     for at, part in reversed([*enumerate(parts)]):
         if part is not None and part.gives_quantized and kinds[at + 1 : at + 2] != ["row"]:
             kinds[at] = "plain"
-    runs, first = list[tuple[int, str]](), 0
-    for last in range(1, len(parts) + 1):
-        if last == len(parts) or kinds[last] != kinds[first]:
-            is_low = any(part is not None and part.is_quantized for part in parts[first:last])
-            runs.append((last, kinds[first] if is_low or kinds[first] != "row" else "plain"))
-            first = last
-    return tuple(runs)
+    last = next((at for at, kind in enumerate(kinds) if kind != kinds[0]), len(kinds))
+    is_low = any(part is not None and part.is_quantized for part in parts[:last])
+    return last, kinds[0] if is_low or kinds[0] != "row" else "plain"
 
 
 def plain_stages(row: str, numbers: Sequence[str]) -> Stages:
