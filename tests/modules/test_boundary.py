@@ -238,7 +238,7 @@ def test_a_graph_reads_a_quantized_input_in_its_formats() -> None:
 
 @pytest.mark.parametrize("options", [{"is_first_microbatch": True}, {"is_first_microbatch": False}, {}], ids=str)
 def test_a_graph_keeps_tensors_between_calls_beside_a_quantized_input(options: dict) -> None:
-    """It was refused. Without `options` the weight gradients go into `main_grad`."""
+    """Without `options` the weight gradients go into `main_grad`."""
     x = recipes.load("mxfp8")(QuantizerRole("linear", "input")).quantize(torch.randn(2, 16, 64))
     results = []
     for compiles in (False, True):

@@ -24,10 +24,12 @@ def _empty_parts(fmt: Format | None, x: Tensor, m: int, k: int) -> list[Tensor]:
     if fmt is None:
         return []
     lies_turned = fmt.block.rows == 1 and fmt.block.cols > 0 and not is_two_level(fmt)
-    turned = [(lies_turned and name == "scale", spec) for name, spec in fmt.parts(m, k).items()]
-    sizes = [(spec.shape[::-1] if is_turned else spec.shape, is_turned, spec.dtype) for is_turned, spec in turned]
-    empty = [(x.new_empty(size, dtype=dtype), is_turned) for size, is_turned, dtype in sizes]
-    return [part.t() if is_turned else part for part, is_turned in empty]
+    parts = list[Tensor]()
+    for name, spec in fmt.parts(m, k).items():
+        is_turned = lies_turned and name == "scale"
+        part = x.new_empty(spec.shape[::-1] if is_turned else spec.shape, dtype=spec.dtype)
+        parts.append(part.t() if is_turned else part)
+    return parts
 
 
 def named_parts(row: Format | None, col: Format | None, parts: Sequence[Tensor]) -> tuple[Parts, Parts]:

@@ -56,12 +56,12 @@ def add_parts(name: str, template: str, stage: PlannedStage, module: PlannedModu
         of_one = None if plan.is_shared else partial(of_module, template)
         sources = *sources[:-1], plan.seeds > 0  # a seed, beside the saved tensors
         recomputes = plan.input.backward is REENCODE_IN_GRAPH
-        plain = partial(stage_of, template) if not plan.is_shared else lambda _: member
+        of_number = partial(stage_of, template) if not plan.is_shared else lambda _: member
         part = replace(part, of_module=of_one, sources=sources, recomputes=recomputes)
-        PARTS[name] = replace(part, plain=plain, is_quantized=plan.is_quantized)
+        PARTS[name] = replace(part, of_number=of_number, is_quantized=plan.is_quantized)
     for end, first in KEEPING.items():
-        of_one, plain = partial(keeping_of_module, template, first), partial(keeping_stage_of, template, first)
-        PARTS[name + end] = replace(part, of_module=of_one, plain=plain, keeps=True)
+        of_one, of_number = partial(keeping_of_module, template, first), partial(keeping_stage_of, template, first)
+        PARTS[name + end] = replace(part, of_module=of_one, of_number=of_number, keeps=True)
 
 
 def of_module(template: str, handle: Tensor, is_forward: bool) -> tuple[PlannedStage, Rows]:

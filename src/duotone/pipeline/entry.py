@@ -42,7 +42,7 @@ def _run(
     """y and what is kept. See `RowCall` for the last two arguments."""
     call = RowCall.of(text)
     row, structures = row_of(call.names, handles, True)
-    arguments = call.codes, call.sources, call.sizes(symbols)[0] if call.is_held else ()
+    arguments = call.codes, call.sources, call.held_shape(symbols)
     outputs, structure = row.forward(call.whole(x, operands, rows_below), arguments, call.choice)
     if row.keeps:
         y, *kept = outputs
@@ -56,7 +56,7 @@ def _shapes(
 ) -> list[Tensor]:
     """The results of `_run`, without values: from the stages that the names stand for, which know no module."""
     call = RowCall.of(text)
-    outputs = shapes_of(call, call.whole(x, operands, torch.cat), call.sizes(symbols)[0] if call.is_held else ())
+    outputs = shapes_of(call, call.whole(x, operands, torch.cat), call.held_shape(symbols))
     if keeps(call.names):
         return [outputs[0], torch.empty(1, dtype=torch.int64, device="cpu")]
     return outputs

@@ -76,11 +76,6 @@ class RowCall:
         return tuple([max(code, PLAIN) if code < 0 else code for code in self.held])
 
     @cached_property
-    def is_held(self) -> bool:
-        """Whether x is quantized. Then x stands for the first of its parts, and the others come before operands."""
-        return self.held[0] % PLAIN > 0
-
-    @cached_property
     def key(self) -> tuple[object, ...]:
         """What decides how backward finds what forward kept, besides sizes that are symbols in the graph."""
         return self.names, self.codes, self.numbers
@@ -99,6 +94,10 @@ class RowCall:
             pieces = [next(remaining) for _ in range(-code if code < 0 else code // PLAIN)]
             whole += [join(pieces)] if code < 0 else pieces
         return whole
+
+    def held_shape(self, symbols: Sequence[int]) -> Sequence[int]:
+        """The shape of a quantized x, else (). Such an x is the first of its parts; the others come before operands."""
+        return self.sizes(symbols)[0] if self.held[0] % PLAIN else ()
 
     def sizes(self, symbols: Sequence[int]) -> list[Sequence[int]]:
         """The sizes of x and of each operand. `symbols` are the numbers, if the call does not hold them."""

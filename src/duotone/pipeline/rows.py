@@ -127,7 +127,7 @@ class Part:
     """Of its input and each operand, whether backward reads it as it is."""
     input_grad: bool = True
     """Whether backward gives its input a gradient."""
-    plain: Callable[[str], Stage] | None = None
+    of_number: Callable[[str], Stage] | None = None
     """The eager stage of the module of a number; `stage` if None."""
     gives_quantized: bool = False
     """Whether its output is quantized, so that no row ends with it."""
@@ -179,7 +179,7 @@ def first_run(names: str, is_held: bool) -> tuple[int, str]:
 def plain_stages(row: str, numbers: Sequence[str]) -> Stages:
     """The stages of a row whose operations a graph holds. `numbers` are those of modules, "" for stages without."""
     pairs = zip(parts_of([part.name for part in named(row)]), numbers, strict=True)
-    return tuple([part.stage if part.plain is None else part.plain(number) for part, number in pairs])
+    return tuple([part.stage if part.of_number is None else part.of_number(number) for part, number in pairs])
 
 
 def named(row: str) -> list[RowPart]:
@@ -251,19 +251,20 @@ class Row:
         shared = [x if is_source else None for x, is_source in zip(inputs, sources, strict=True)]
         outputs = [y if View.of(y, inputs) is None else y.clone()]
 
-        def place_of(tensor: Tensor | None) -> Place:
+        def place_of(tensor: Tensor) -> Place:
             if isinstance(tensor, QuantizedTensor):
                 parts, how = flat(tensor)
                 make = Held(cast(Quantizer, quantizer_of(tensor)), tensor.dtype, tensor.shape)
-                return KeptParts(make, how, [place_of(part) for part in parts])
+                return KeptParts(make, how, [place_of(part) for part in parts if part is not None])
             candidates = [*shared, *outputs[1:]]
-            same = [i for i, each in enumerate(candidates) if each is tensor and tensor is not None]
-            if tensor is None or same or (view := View.of(tensor, candidates, len(shared))) is not None:
-                return None if tensor is None else same[0] if same else view
+            same = next((i for i, each in enumerate(candidates) if each is tensor), None)
+            known = View.of(tensor, candidates, len(shared)) if same is None else same
+            if known is not None:
+                return known
             outputs.append(tensor.clone() if View.of(tensor, [*inputs, y]) is not None else tensor)
             return len(candidates)
 
-        places = [place_of(tensor) for tensor in saved]
+        places = [None if tensor is None else place_of(tensor) for tensor in saved]
         change = torch.clone if self.keeps else partial(_seed, inputs)
         shells = [[_replaced(x, Tensor, change) for x in entry] for entry in shells]
         if self.keeps:

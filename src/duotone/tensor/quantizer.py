@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from duotone.tensor.plane import BOTH, Plane, Planes, Usage
 from duotone.tensor.plane_encoder import PlaneEncoder
 from duotone.tensor.plane_tensor import check_source, matrix_shape, plain
 from duotone.tensor.quantized import QuantizedTensor
-
-if TYPE_CHECKING:
-    pass
 
 SOURCES = ("original", "rowwise_dequantized")
 
