@@ -33,7 +33,6 @@ GRAPHS = "compiled graphs hold a number or a name; this says what it stands for 
 STACK = "the stack of open regions: one for each thread and async task"
 
 ALLOWED = {
-    "attention.attention_stage.STAGES": GRAPHS,
     "attention.low_precision._ALIKE": GRAPHS,
     "attention.low_precision._CONTENTS": "weak: modules of equal formats share the stages of traced calls",
     "comm.collectives.COMPARED": "weak: the numbers of rows that ranks on GPUs compared, so that a step does not wait",
@@ -100,6 +99,7 @@ ALLOWED = {
     "modules.answers._ANSWERS": GRAPHS,
     "modules.answers._ANSWER_NUMBERS": GRAPHS,
     "modules.traced_stages._GONE": GRAPHS,
+    "attention.low_precision._GONE": GRAPHS,
     "modules.answers._CONTENTS": GRAPHS,
     "modules.traced_stages._OWNERS": GRAPHS,
     "modules.base.RECOMPUTED": GRAPHS,

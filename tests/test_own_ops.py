@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import duotone
 from duotone import recipes
-from duotone.attention.attention_stage import STAGES
 from duotone.modules.traced_stages import PLANS, template_of
 from duotone.pipeline.row_call import RowCall, RowPart
 
@@ -40,10 +38,9 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "cast_after": (torch.randn(5, 16).t(), torch.randn(7, 16).bfloat16()),
     "mm_fp32": (torch.randn(5, 16).bfloat16(), torch.randn(7, 16).bfloat16()),
 }
-NUMBERS = (2, 4, 32, 32, 1, 2, 32, 32, 1, 32, 0)
-"""Of x (4, 32), a weight (32, 32), a bias (32,) and no seed."""
-OF_MODULES = {"delayed_scale", "traced_scale"}
-OF_ATTENTION = {"attend", "attend_backward"}
+NUMBERS = (2, 4, 32, 32, 1, 2, 32, 32, 32, 1, 1, 32, 1, 0)
+"""Sizes and strides of x (4, 32), a weight (32, 32), a bias (32,) and no seed."""
+OF_MODULES = {"delayed_scale"}
 IN_BACKWARDS = {"roll_after"}
 OF_ROWS = {"differentiable_row", "plain_row", "row", "row_gradients", "stateful_row", "stateful_row_gradients"}
 KEEPING = {"stateful_row_gradients", "storing_row_gradients"}
@@ -52,7 +49,7 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
 
 def test_every_op_is_checked_here() -> None:
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("duotone::")]
-    checked = PLAIN.keys() | OF_MODULES | OF_ROWS | KEEPING | OF_ATTENTION | IN_BACKWARDS
+    checked = PLAIN.keys() | OF_MODULES | OF_ROWS | KEEPING | IN_BACKWARDS
     assert {name.removeprefix("duotone::") for name in names} == checked
 
 
@@ -85,13 +82,13 @@ def test_the_ops_of_a_row_are_what_their_schemas_say(recipe: str) -> None:
     m = duotone.Linear(32, 32, recipe=recipes.load(recipe))
     x, prefix = torch.randn(4, 32), "stateful_" * (recipe == "fp8-delayed")
     row = RowPart.of(template_of(plan_of(m, x)).stage.row_part)
-    handles, call = [m.plans.handle] if prefix else [], RowCall((row.name,), (4,) * 4, (False,) * 4, (), NUMBERS)
+    handles, call = [m.plans.handle] if prefix else [], RowCall((row.name,), (4,) * 4, (False,) * 5, (), NUMBERS)
     checks = CHECKS[:1] + CHECKS[2:3] if prefix else CHECKS  # a history keeps what a call of a check has recorded
     run, gradients = (getattr(torch.ops.duotone, f"{prefix}row{end}").default for end in ("", "_gradients"))
     arguments = (x, [m.weight.detach(), m.bias.detach(), None], handles, call.text, [])
     opcheck(run, arguments, test_utils=checks)
     y, *kept = run(*arguments)
-    of_gradients = (y, kept, None, [None] * 4, handles, replace(call, sinks=(0, 1, 1, 0)).text, [])
+    of_gradients = (y, kept, None, [None] * 5, handles, replace(call, sinks=(0, 1, 1, 0)).text, [])
     opcheck(gradients, of_gradients, test_utils=checks)
     operands = [m.weight, m.bias, None]
     whole = (x, operands, handles, row.text)
@@ -103,43 +100,21 @@ def test_the_ops_of_a_row_that_keeps_tensors_are_what_their_schemas_say(name: st
     m = duotone.Linear(32, 32, recipe=recipes.load("mxfp8"))
     x = torch.randn(4, 32)
     part = f"{template_of(plan_of(m, x)).stage.name}/None"
-    call = RowCall((part,), (4,) * 4, (False,) * 4, (), NUMBERS)
+    call = RowCall((part,), (4,) * 4, (False,) * 5, (), NUMBERS)
     arguments = (x, [m.weight.detach(), m.bias.detach(), None], [m.plans.handle], call.text, [])
     # Two calls never give the same token.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     opcheck(torch.ops.duotone.stateful_row.default, arguments, test_utils=checks)
     y, token = torch.ops.duotone.stateful_row(*arguments)
-    of_forward = (y, [], token.number, [None] * 4, [m.plans.handle])  # opcheck takes plain tensors
+    of_forward = (y, [], token.number, [None] * 5, [m.plans.handle])  # opcheck takes plain tensors
     call = replace(call, sinks=(0, 2 if name == "storing_row_gradients" else 1, 1, 0))
     opcheck(getattr(torch.ops.duotone, name).default, (*of_forward, call.text, []))
 
 
 @pytest.mark.parametrize("name", sorted(OF_MODULES))
 def test_an_op_that_finds_states_is_what_its_schema_says(name: str) -> None:
-    x, where = torch.randn(4, 1, 2, 8), list[Any]()
-    if name == "traced_scale":
-        m = duotone.DotProductAttention(2, 8, recipe=recipes.DelayedScaling(fp8_dpa=True))
-        torch.compile(m, backend="eager")(x, x, x)
-        number = next(number for number, stage in STAGES.items() if stage.is_delayed)
-        where = [m._low_precision.handle, number, "query", 0]
-    else:
-        m = duotone.Linear(8, 32, recipe=recipes.load("fp8-delayed"))
-        m(x)
-        where = [m.duotone_forward.number, 0, "", "use", False]
+    x = torch.randn(4, 1, 2, 8)
+    m = duotone.Linear(8, 32, recipe=recipes.load("fp8-delayed"))
+    m(x)
+    where = [m.duotone_forward.number, 0, "", "use", False]
     opcheck(getattr(torch.ops.duotone, name).default, (x.flatten(0, 2), *where))
-
-
-def test_the_ops_of_attention_are_what_their_schemas_say() -> None:
-    core = duotone.DotProductAttention(2, 8, num_gqa_groups=1, recipe=duotone.Float8CurrentScaling(fp8_dpa=True))
-    calls: dict[str, tuple[Any, ...]] = {}
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            calls[str(op).removeprefix("duotone.").removesuffix(".default")] = args
-            return op(*args, **(kwargs or {}))
-
-    with Watch():
-        heads = (torch.randn(9, 2, count, 8, requires_grad=True) for count in (2, 1, 1))
-        core(*heads).sum().backward()
-    for name in OF_ATTENTION:
-        opcheck(getattr(torch.ops.duotone, name).default, calls[name])

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 from collections.abc import Iterator
 from functools import partial
 
@@ -164,6 +165,43 @@ def test_query_key_and_value_may_share_a_tensor(kind: str) -> None:
             return self.core(*SHARED[kind](x, z)) + (x * z).flatten(2)
 
     compare(Shares(), torch.randn(2, 16, 2, 32).bfloat16(), torch.randn(2, 16, 2, 32).bfloat16())
+
+
+KEPT = {
+    "output": RuleRecipe(rules=(Rule(module_type="dpa", format="mxfp8_e4m3"),)),
+    "query and key": duotone.Float8CurrentScaling(fp8_dpa=True, dpa_min_tokens=0, backward_override="high_precision"),
+    "codes": duotone.Float8CurrentScaling(fp8_dpa=True, dpa_min_tokens=0, backward_override="dequantized"),
+    "delayed": duotone.DelayedScaling(fp8_dpa=True, dpa_min_tokens=0),
+}
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_backward_keeps_of_heads_in_any_memory_order(kept: str, layout: str) -> None:
+    """Planes in high precision are the memory of heads or of the output, whose strides differ from call to call."""
+    core = DotProductAttention(2, 32, qkv_format=layout, recipe=KEPT[kept], name="a")
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.core = core
+
+        def forward(self, x: Tensor) -> Tensor:
+            packed, apart = x.unflatten(2, (3, 2)).unbind(2), x.mT.contiguous().mT.split(2, 2)
+            return self.core(*packed) * self.core(*apart)
+
+    compare(Twice(), torch.randn(16, 16, 6, 32).bfloat16())
+
+
+def test_backward_follows_after_the_model_is_gone() -> None:
+    core = DotProductAttention(2, 32, qkv_format="bshd", recipe=duotone.Float8CurrentScaling(fp8_dpa=True))
+    x = torch.randn(1, 16, 2, 32).bfloat16().requires_grad_()
+    loss = core(x, x, x).float().square().sum()
+    (expected,) = torch.autograd.grad(loss, x)
+    loss = torch.compile(core, fullgraph=True, backend="aot_eager")(x, x, x).float().square().sum()
+    del core
+    gc.collect()
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
 
 def test_a_checkpoint_and_calls_without_gradients_record_delayed_scales_as_eager_code_does() -> None:

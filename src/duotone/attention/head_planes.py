@@ -50,6 +50,15 @@ class HeadOperand:
         """The planes that are encoded for a `usage`."""
         return Usage(self.serving == "rowwise", self.serving == "columnwise") if self.serving else usage
 
+    def directions(self, usage: Usage) -> list[str]:
+        """The names of these planes, in the order of `encode`."""
+        return [name for name, is_used in self.usage(usage)._asdict().items() if is_used]
+
+    @property
+    def may_share(self) -> bool:
+        """Whether a plane may share the memory of heads that are not quantized."""
+        return IDENTITY in (self.quantizer.rowwise, self.quantizer.columnwise)
+
     @property
     def is_whole(self) -> bool:
         """Whether scales cover the whole tensor. Then heads may keep the memory order of the projections."""
@@ -86,12 +95,7 @@ class HeadOperand:
         fmt = self.quantizer.rowwise
         if fmt is None or fmt.is_delayed or not (self.quantizer.derives_columnwise and self.is_whole):
             return None
-        if torch.compiler.is_dynamo_compiling():
-            from duotone.tensor.traced_quantize import planes_in_graph  # imports Dynamo
-
-            plane = planes_in_graph(x, Usage(True, False)).rowwise
-        else:
-            plane = x.planes.rowwise
+        plane = x.planes.rowwise
         if plane is None or plane.format != fmt:
             return None
         heads = to_heads(plane.parts["codes"].reshape(x.shape)).transpose(1, 2)
@@ -100,25 +104,6 @@ class HeadOperand:
         rowwise, columnwise = self.usage(usage)
         col = row.transposed() if columnwise else None
         return [each for each in (row if rowwise else None, col) if each is not None]
-
-    def planes(self, parts: Sequence[Tensor], shape: Sequence[int], usage: Usage) -> dict[str, Plane]:
-        """The planes by direction, from the flat parts that `encode` returned for heads of this shape."""
-        planes, at = {}, 0
-        batch, groups, heads, tokens, width = shape
-        usage = self.usage(usage)
-        for direction, fmt, is_used, (rows, cols) in (
-            ("rowwise", self.quantizer.rowwise or IDENTITY, usage.rowwise, (tokens, width)),
-            ("columnwise", self.quantizer.columnwise or IDENTITY, usage.columnwise, (width, tokens)),
-        ):
-            if is_used:
-                size = (batch * groups * heads * _padded(rows, fmt), cols)
-                if self.is_whole:
-                    lines, across = batch * tokens, groups * heads * width
-                    size = (lines, across) if direction == "rowwise" else (across, lines)
-                names = tuple(fmt.parts(*size))
-                planes[direction] = Plane(fmt, dict(zip(names, parts[at:], strict=False)), size)
-                at += len(names)
-        return planes
 
     def values(
         self, planes: dict[str, Plane], shape: Sequence[int], direction: str, dtype: torch.dtype = torch.float32

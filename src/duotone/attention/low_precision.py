@@ -1,13 +1,16 @@
 """LowPrecision: the stages of one attention module under each recipe, and how a call runs one."""
 
 import weakref
+from collections import deque
 from collections.abc import Hashable
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from duotone.attention.attention_roles import AttentionRoles
-from duotone.attention.attention_stage import STAGES, AttentionStage, Call
+from duotone.attention.attention_stage import AttentionStage, Call
 from duotone.attention.conditioning import conditioned
 from duotone.attention.heads import token_axis
 from duotone.attention.masks import UNBOUNDED, Window, spans, whole
@@ -15,16 +18,21 @@ from duotone.attention.picks import Pick
 from duotone.attention.products import BACKWARD_OPERANDS, FORWARD_OPERANDS, Slots
 from duotone.attention.ranks import Ranks
 from duotone.modules.delayed_states import BACKWARD_STATE, FORWARD_STATE, agreed_history, largest, state_of
-from duotone.modules.traced_stages import numbered
+from duotone.modules.row_parts import ShapeSlot
+from duotone.modules.traced_stages import MOST_GONE, number_of, numbered, owner_of
 from duotone.numbered import ByName, Numbered, constant_in_traces
-from duotone.pipeline.autograd import RUNNER, Backward, Refused, apply_traced, is_transformed
+from duotone.pipeline.autograd import RUNNER, Backward, Refused, is_transformed
+from duotone.pipeline.entry import apply_in_graph
 from duotone.pipeline.op import is_autocast
+from duotone.pipeline.row_call import RowPart, digest
+from duotone.pipeline.rows import PARTS, Held, Part, Rows
 from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import AMAX_MODES, AmaxMode, mode_now, traced_mode
 from duotone.state.rolling import roll_after
 from duotone.state.torch_private import specialized
-from duotone.tensor.context import QuantizeContext, Slot
+from duotone.tensor.context import Slot
+from duotone.tensor.quantizer import TRACED, Quantizer, name_quantizer, quantizer_of
 
 
 class Alike:
@@ -33,9 +41,11 @@ class Alike:
     def __init__(self) -> None:
         self.number = _ALIKE.add(self)
         self.modules: weakref.WeakSet[AttentionRoles] = weakref.WeakSet()
-        self.names: dict[Call, str] = {}
+        self.names: dict[Hashable, str] = {}
+        """The names of the parts of calls."""
         self.traced = ByName()
-        """The stages of calls, by name."""
+        """The stages of calls, by these names."""
+        weakref.finalize(self, _forget, self.names)
 
     @staticmethod
     def of(content: Hashable, module: AttentionRoles) -> "Alike":
@@ -45,6 +55,16 @@ class Alike:
         return alike
 
 
+def _forget(names: dict[Hashable, str]) -> None:
+    """Forget the parts that no module has any more, but for the newest, whose backwards may follow."""
+    _GONE.append(names)
+    while len(_GONE) > MOST_GONE:
+        for name in _GONE.popleft().values():
+            del PARTS[name]
+
+
+_GONE: deque[dict[Hashable, str]] = deque()
+"""The newest names of parts that no module has any more."""
 _ALIKE: "Numbered[Alike]" = Numbered()
 _CONTENTS: "weakref.WeakValueDictionary[Hashable, Alike]" = weakref.WeakValueDictionary()
 
@@ -59,8 +79,10 @@ class LowPrecision:
 
     def __init__(self, module: AttentionRoles) -> None:
         self._module = weakref.ref(module)
-        _, self.handle = numbered(self)
+        self.number, self.handle = numbered(self)
         self._stages: dict[Call, AttentionStage] = {}
+        self.rows: Rows = {}
+        """What runs the stages with delayed scales in graphs."""
         self.alike = ByName()
         """By the key of a recipe: the modules whose traced calls have the same stages."""
 
@@ -112,11 +134,7 @@ class LowPrecision:
         where = recipe.key, str(q.device), group, mode.value, layout
         causal, groups = window == (-1, 0) and seen is None, module.heads_of(q)[1]
         call = Call(*where, causal, module.dropout, tracks, ranks.name if ranks else "", groups, _scale(module))
-        if compiling:
-            stage = _traced(getattr(self.alike, recipe.key), call)
-            stage = stage.of_module(self.handle) if stage.is_delayed else stage
-        else:
-            stage = self.stage(call)
+        stage = _traced(getattr(self.alike, recipe.key), call, (q, k, v)) if compiling else self.stage(call)
         draws = bool(call.dropout) or stage.is_stochastic
         seed = torch.randint(2**62, (1,), device=q.device) if draws else None
         operands = q, k, v, grouped(seen, call.groups), seed
@@ -131,7 +149,7 @@ class LowPrecision:
         if is_transformed():
             again.check()
         if torch.compiler.is_dynamo_compiling():
-            return apply_traced(stages, Backward(stages), *operands)  # type: ignore[return-value]
+            return apply_in_graph(stages, (self,), *operands)  # type: ignore[arg-type,return-value]
         out, _ = RUNNER.apply(stages, Backward(stages, again), *operands)
         if stage.rolls_forward_alone and out.requires_grad:
             out.register_hook(roll_after)
@@ -145,16 +163,9 @@ class LowPrecision:
             stage = self._stages[call] = build(self.module, call, delayed_slots(self.module, call))
         return stage
 
-    def slot(self, stage: str, operand: str, side: int) -> Slot:
-        """The slot of delayed scaling of an operand of a stage; `side` is 0 rowwise, 1 columnwise."""
-        context: QuantizeContext = getattr(self.stage(STAGES[stage].call), operand).context
-        slot = context.slots[side]
-        assert slot is not None
-        return slot
-
 
 def build(module: AttentionRoles, call: Call, slots: Slots) -> AttentionStage:
-    """The stage of a call. In a graph, `AttentionStage.of_module` gives it the slots."""
+    """The stage of a call."""
     recipe = recipe_of(call.recipe)
     formats = module.formats(recipe, call.device, call.ranks)
     problem = formats.problem(module.channels, call.dropout, call.device)
@@ -207,16 +218,52 @@ def _pick(number: str, recipe: str, device: str, dropout: float, ranks: str) -> 
     return _module(number).pick(recipe_of(recipe), device, dropout, ranks)
 
 
-def _traced(alike: Alike, call: Call) -> AttentionStage:
-    return getattr(alike.traced, _traced_stage(alike.number, *call))  # type: ignore[no-any-return]
+def _traced(alike: Alike, call: Call, heads: tuple[Tensor, ...]) -> AttentionStage:
+    quantizers = [quantizer_of(x) for x in heads]
+    words = tuple(["" if each is None else each.words for each in quantizers])
+    return getattr(alike.traced, _name_part(alike.number, str(heads[0].dtype), words, *call))  # type: ignore[no-any-return]
 
 
 @constant_in_traces
-def _traced_stage(number: str, *fields: object) -> str:
-    """Build the stage of a traced call. Returns its name among `traced`, a constant of the graph."""
+def _name_part(number: str, dtype: str, words: tuple[str, ...], *fields: object) -> str:
+    """Let rows hold the stage of a traced call. Returns the name of the part, a constant of the graph.
+
+    `words` are those of the quantizers of query, key and value, "" for one that is not quantized.
+    """
     call, alike = Call(*fields), _ALIKE[number]  # type: ignore[arg-type]
-    if call not in alike.names:
-        stage = build(_module(number), call, {})
-        alike.names[call] = f"stage_{stage.number}"
-        setattr(alike.traced, alike.names[call], stage)
-    return alike.names[call]
+    key = call, dtype, words
+    if key not in alike.names:
+        module = _module(number)
+        delayed = module.formats(recipe_of(call.recipe), call.device, call.ranks).delayed()
+        stage = build(module, call, {tensor: _shape_slots(quantizer) for tensor, quantizer in delayed.items()})
+        name = alike.names[key] = f"attention_{number}@{digest(stage.words, *key)}"
+        like = getattr(torch, dtype.removeprefix("torch."))
+        held = [Held(getattr(TRACED, name_quantizer(each)), like) if each else None for each in words]
+        PARTS[name] = Part(
+            stage,
+            of_module=partial(_of_module, call) if stage.has_owner else None,
+            of_number=partial(_of_number, call) if stage.has_owner else None,
+            held=(*held, None, None),
+            sources=(*map(bool.__or__, stage.may_share, map(bool, words)), True, True),
+            keeps_output=stage.out.may_share,
+            is_quantized=True,
+            is_home=True,
+        )
+        setattr(alike.traced, name, replace(stage, row_part=RowPart(name).text))
+    return alike.names[key]
+
+
+def _shape_slots(quantizer: Quantizer) -> tuple[Slot | None, Slot | None]:
+    row, col = (ShapeSlot() if is_delayed else None for is_delayed in quantizer.delayed)
+    return row, col
+
+
+def _of_number(call: Call, number: str) -> AttentionStage:
+    """The stage of a call of the module of a number."""
+    return owner_of(number).stage(call)  # type: ignore[no-any-return]
+
+
+def _of_module(call: Call, handle: Tensor, is_forward: bool) -> tuple[AttentionStage, Rows]:
+    """The stage of a call of the module that a handle names, and where its rows are remembered."""
+    owner: LowPrecision = owner_of(number_of(handle))
+    return owner.stage(call), owner.rows

@@ -168,7 +168,7 @@ class AttentionFormats:
             ranks=ranks,
             call=call,
             is_stochastic=self.is_stochastic,
-            is_delayed=is_delayed,
+            has_owner=is_delayed,
         )
 
 

@@ -4,7 +4,6 @@ A request decides the plan. Execution reads no mode; it follows the plan. A plan
 rows say which kernel runs.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +15,7 @@ from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plane_source import ENCODE_NOW, HIGH_PRECISION, USE_HELD
-from duotone.pipeline.row_call import INTERFACE
+from duotone.pipeline.row_call import digest as digest_of
 from duotone.pipeline.titles import title
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, TENSOR_TYPES, QuantizerRole, Site
@@ -227,12 +226,11 @@ class LinearPlan:
 
     @property
     def digest(self) -> str:
-        """What decides the results of rows. torch keeps graphs on disk, and names of plans count in each process."""
+        """See `row_call.digest`."""
         formats = [fmt and fmt.node_name for q in self.quantizers.values() for fmt in (q.rowwise, q.columnwise)]
         operands = [vars(each) for each in self.operands.values()]
         rules = [gemm.rule for gemm in self.gemms]
-        content = repr((INTERFACE, formats, rules, operands, self.layout, self.seeds))
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        return digest_of(formats, rules, operands, self.layout, self.seeds)
 
     def opened(self, slots: Mapping[Slot, Slot]) -> "LinearPlan":
         """The plan of one call, which has opened slots."""

@@ -46,11 +46,12 @@ def add_parts(name: str, template: str, stage: PlannedStage, module: PlannedModu
     plan, member = stage.plan, stage.linears[0]
     with reads_without_effect(module):
         weight, quantizer = module.weights[0], module.weight_held
-        held = quantizer and Held(quantizer, weight.dtype, weight.shape)
-    of_input, shapes = call.input_held and Held(call.input_held, call.dtype), ShapesOfGroup(stage.arity)
+        of_weight = quantizer and Held(quantizer, weight.dtype)
+    shapes = ShapesOfGroup(stage.arity)
+    held = call.input_held and Held(call.input_held, call.dtype), *[of_weight] * sum(stage.arity)
     shares, none = [plan.weight.may_share] * len(stage.linears), [False] * len(stage.linears)
     sources = plan.input.may_share, *map(bool, stage.ordered((False, False, shares, none)))
-    part = Part(shapes, None, held, of_input, sources, plan.input_grad, is_quantized=True, is_home=True)
+    part = Part(shapes, None, held, sources, input_grad=plan.input_grad, is_quantized=True, is_home=True)
     if stage is member:
         part.stage = LinearStage(plan.with_slots(lambda *_: ShapeSlot()) if plan.is_delayed else plan, GRADIENT)
         of_one = None if plan.is_shared else partial(of_module, template)

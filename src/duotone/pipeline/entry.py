@@ -42,8 +42,8 @@ def _run(
     """y and what is kept. See `RowCall` for the last two arguments."""
     call = RowCall.of(text)
     row, structures = row_of(call.names, handles, True)
-    arguments = call.codes, call.sources, call.held_shape(symbols)
-    outputs, structure = row.forward(call.whole(x, operands, rows_below), arguments, call.choice)
+    arguments = call.codes, call.sources, call.quantized_sizes(symbols)
+    outputs, structure = row.forward(call.whole(x, operands, rows_below), arguments, (call.choice, arguments[2]))
     if row.keeps:
         y, *kept = outputs
         return [y, Token.of(ForBackward(row, structure, kept, x.device))]
@@ -56,7 +56,7 @@ def _shapes(
 ) -> list[Tensor]:
     """The results of `_run`, without values: from the stages that the names stand for, which know no module."""
     call = RowCall.of(text)
-    outputs = shapes_of(call, call.whole(x, operands, torch.cat), call.held_shape(symbols))
+    outputs = shapes_of(call, call.whole(x, operands, torch.cat), call.quantized_sizes(symbols))
     if keeps(call.names):
         return [outputs[0], torch.empty(1, dtype=torch.int64, device="cpu")]
     return outputs
@@ -119,6 +119,7 @@ class RowFunction(torch.autograd.Function):
             held.append(PLAIN * len(of_operand) + how)
             flat_parts += of_operand
             flags += [is_source] * len(of_operand)
+        flags.append(known[-1].keeps_output)
         numbers, symbols = numbers_of(x, operands)
         call = RowCall(names, tuple(held), tuple(flags), numbers=numbers)
         run = torch.ops.duotone.stateful_row if handles else torch.ops.duotone.row
@@ -130,7 +131,8 @@ class RowFunction(torch.autograd.Function):
             ctx.sinks += map(int, part.sinks or str(AUTOGRAD) * (len(its.sources) - 1))
         if known[0].recomputes:  # a partitioner keeps inputs of ops that fuse with nothing; a power of 1 fuses with x
             flat_parts[0] = x.pow(1.0)
-        sources = [each if is_source else None for each, is_source in zip(flat_parts, flags, strict=True)]
+        pairs = zip((*flat_parts, y), flags, strict=True)
+        sources = [each if is_source else None for each, is_source in pairs]
         saved = [None if each is None else as_of_now(each) for each in sources]
         ctx.save_for_backward(*kept, *saved)
         return y

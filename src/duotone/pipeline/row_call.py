@@ -1,5 +1,6 @@
 """RowCall: what is constant in the calls of a row. Its ops take one string, since each argument costs host time."""
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,14 @@ _CALL = "Tensor[] handles, str call, SymInt[] symbols"
 RUN = f"(Tensor x, Tensor?[] operands, {_CALL}) -> Tensor[]"
 DIFFERENTIATE = f"(Tensor dy, Tensor[] kept, Tensor? token, Tensor?[] sources, {_CALL}) -> Tensor[]"
 """Schemas of the ops of rows."""
-INTERFACE = RUN, DIFFERENTIATE, 2
+INTERFACE = RUN, DIFFERENTIATE, 3
 """The schemas, and a number that changes with what the text of a call means. Names of parts depend on it, since torch
 keeps graphs on disk, where a later version of Duotone finds them."""
+
+
+def digest(*content: object) -> str:
+    """A short name for what decides the results of a row, which has a text. It is the same in every process."""
+    return hashlib.sha256(repr((INTERFACE, content)).encode()).hexdigest()[:16]
 
 
 class RowPart(NamedTuple):
@@ -49,8 +55,8 @@ class RowPart(NamedTuple):
 class RowCall:
     """`names`: of the parts. `held`: how x and each operand come; minus the number of pieces that are to be joined.
 
-    `sources`: of the tensors of x and operands, whether backward reads them as they are. `sinks`: where the gradients
-    of x and the operands go, 0 for one that nothing needs. `numbers`: see `numbers_of`; () where they are symbols.
+    `sources`: of the tensors of x, of operands and of y, whether backward reads them as they are. `sinks`: where the
+    gradients of x and the operands go, 0 for one that nothing needs. `numbers`: see `numbers_of`; () for symbols.
     """
 
     names: tuple[str, ...]
@@ -95,27 +101,39 @@ class RowCall:
             whole += [join(pieces)] if code < 0 else pieces
         return whole
 
-    def held_shape(self, symbols: Sequence[int]) -> Sequence[int]:
-        """The shape of a quantized x, else (). Such an x is the first of its parts; the others come before operands."""
-        return self.sizes(symbols)[0] if self.held[0] % PLAIN else ()
+    @cached_property
+    def has_quantized(self) -> bool:
+        """Whether x or an operand comes as the parts of a quantized tensor."""
+        return any(code % PLAIN for code in self.codes)
 
-    def sizes(self, symbols: Sequence[int]) -> list[Sequence[int]]:
+    def sizes(self, symbols: Sequence[int]) -> tuple[Sequence[int], ...]:
         """The sizes of x and of each operand. `symbols` are the numbers, if the call does not hold them."""
-        numbers = self.numbers or symbols
-        sizes, at = [numbers[1 : 1 + numbers[0]]], 1 + 2 * numbers[0]
-        while at < len(numbers):
-            sizes.append(numbers[at + 1 : at + 1 + numbers[at]])
-            at += 1 + numbers[at]
-        return sizes
+        return self._sizes if self.numbers else _sizes(symbols)
+
+    def quantized_sizes(self, symbols: Sequence[int]) -> tuple[Sequence[int], ...]:
+        """`sizes` if one of them is quantized, since its parts do not tell its size. Else ()."""
+        return self.sizes(symbols) if self.has_quantized else ()
+
+    @cached_property
+    def _sizes(self) -> tuple[Sequence[int], ...]:
+        return _sizes(self.numbers)
+
+
+def _sizes(numbers: Sequence[int]) -> tuple[Sequence[int], ...]:
+    sizes, at = list[Sequence[int]](), 0
+    while at < len(numbers):
+        sizes.append(tuple(numbers[at + 1 : at + 1 + numbers[at]]))
+        at += 1 + 2 * numbers[at]
+    return tuple(sizes)
 
 
 def numbers_of(x: Tensor, operands: Sequence[Tensor | None]) -> tuple[tuple[int, ...], list[Any]]:
-    """How many sizes x has, these, and its strides; of each operand the number of sizes, and these.
+    """Of x and of each operand: the number of sizes, these, and the strides.
 
     They come first if they are constants, and last if some are symbols. The other one is empty.
     """
-    numbers = [x.dim(), *x.shape, *x.stride()]
-    for each in operands:
-        numbers += (0,) if each is None else (each.dim(), *each.shape)
+    numbers = list[Any]()
+    for each in (x, *operands):
+        numbers += (0,) if each is None else (each.dim(), *each.shape, *each.stride())
     has_symbols = any(isinstance(n, SymInt) for n in numbers)
     return ((), numbers) if has_symbols else (tuple(numbers), [])

@@ -75,11 +75,12 @@ class Seed(NamedTuple):
 
 
 class KeptParts(NamedTuple):
-    """A kept quantized tensor: what makes it, how its parts hold it, and their places."""
+    """A kept quantized tensor: what makes it, how its parts hold it, their places, and its size."""
 
     make: "Held"
     how: int
     places: list["Place"]
+    size: Sequence[int]
 
 
 Place = int | View | KeptParts | None
@@ -88,7 +89,7 @@ Place = int | View | KeptParts | None
 
 def _at(place: Place, given: Sequence[Any]) -> Any:
     if isinstance(place, KeptParts):
-        return place.make(place.how, [_at(each, given) for each in place.places], ())
+        return place.make(place.how, [_at(each, given) for each in place.places], place.size)
     return place.restore(given) if isinstance(place, View) else None if place is None else given[place]
 
 
@@ -119,12 +120,12 @@ class Part:
     """The stage of modules without states, and the one that tells shapes."""
     of_module: Callable[[Tensor, bool], tuple[Stage, Rows]] | None = None
     """The stage of the module that a handle names, for a forward or for its backward, and where its rows are."""
-    weight: "Held | None" = None
-    """The quantized weight over its parts."""
-    input: "Held | None" = None
-    """The quantized input over its parts."""
+    held: tuple["Held | None", ...] = ()
+    """What makes its input and each operand, if they are quantized, of their parts. () if none is."""
     sources: tuple[bool, ...] = ()
     """Of its input and each operand, whether backward reads it as it is."""
+    keeps_output: bool = False
+    """Whether backward may read its output as it is."""
     input_grad: bool = True
     """Whether backward gives its input a gradient."""
     of_number: Callable[[str], Stage] | None = None
@@ -141,7 +142,7 @@ class Part:
     """Whether rows and structures are remembered here: at the first linear, since all models share norms."""
     rows: Rows = field(default_factory=dict)
     structures: dict[Hashable, Structure] = field(default_factory=dict)
-    """By the names of all parts, and by the size and the strides of x."""
+    """By the names of all parts, and by the sizes and the strides of x and of the operands."""
     shapes: dict[Hashable, list[tuple[torch.Size, tuple[int, ...], torch.dtype]]] = field(default_factory=dict)
     """Of the results of rows, by the names of all parts, and by what decides them."""
 
@@ -196,15 +197,14 @@ def flat(operand: Tensor | None) -> tuple[list[Tensor | None], int]:
 
 
 class Held(NamedTuple):
-    """Makes quantized tensors over their parts. The `shape` of inputs is that of a call."""
+    """Makes quantized tensors over their parts."""
 
     quantizer: Quantizer
     dtype: torch.dtype
-    shape: Sequence[int] = ()
 
     def __call__(self, how: int, parts: Sequence[Tensor], shape: Sequence[int]) -> QuantizedTensor:
-        """The inverse of `flat`."""
-        quantizer, size = self.quantizer, torch.Size(shape or self.shape)
+        """The inverse of `flat`, for a tensor of this shape."""
+        quantizer, size = self.quantizer, torch.Size(shape)
         row, col = quantizer.rowwise if how & 1 else None, quantizer.columnwise if how & 2 else None
         planes = Planes.of(row, col, parts, matrix_shape(size))
         return QuantizedTensor(planes, quantizer, size, self.dtype, device=parts[0].device)
@@ -214,8 +214,8 @@ class Row:
     """What runs a tuple of stages: a bound forward and a bound backward where the plan decides all calls."""
 
     def __init__(self, stages: Stages, parts: Sequence[Part]) -> None:
-        weights = [part.weight for part, stage in zip(parts, stages, strict=True) for _ in range(sum(stage.arity))]
-        self.held: list[Any] = [parts[0].input, *weights]
+        held = [part.held or (None,) * (1 + sum(stage.arity)) for part, stage in zip(parts, stages, strict=True)]
+        self.held: list[Any] = [held[0][0], *[each for of_part in held for each in of_part[1:]]]
         self.keeps = any(part.keeps for part in parts)
         self.waits = any(stage.waits for stage in stages)
         self.forward_of, self.backward_of = rewrite(stages)
@@ -235,27 +235,28 @@ class Row:
         tensors: list[Any],
         held: Sequence[int],
         sources: Sequence[bool],
-        shape: Sequence[int],
+        sizes: Sequence[Sequence[int]],
     ) -> tuple[list[Tensor], Structure]:
         """y and the kept tensors, none of which shares memory with another tensor of the graph.
 
-        `shape`: that of a quantized x, else ().
+        `sizes`: see `RowCall.quantized_sizes`.
         """
         stages, inputs = opened_stages(self.forward_of, slots, opened), _apart(tensors)
         of_parts, whole = iter(inputs), list[Any]()
         for make, code in zip(self.held, held, strict=True):
             tensors = [next(of_parts) for _ in range(code // PLAIN)]
-            whole.append(make(code % PLAIN, tensors, () if whole else shape) if code % PLAIN else tensors[0])
+            whole.append(make(code % PLAIN, tensors, sizes[len(whole)]) if code % PLAIN else tensors[0])
         x, *operands = whole
         (y,), saved, shells, _ = run_forward(stages, None, x, tuple(operands))
-        shared = [x if is_source else None for x, is_source in zip(inputs, sources, strict=True)]
         outputs = [y if View.of(y, inputs) is None else y.clone()]
+        pairs = zip((*inputs, outputs[0]), sources, strict=True)
+        shared = [each if is_source else None for each, is_source in pairs]
 
         def place_of(tensor: Tensor) -> Place:
             if isinstance(tensor, QuantizedTensor):
                 parts, how = flat(tensor)
-                make = Held(cast(Quantizer, quantizer_of(tensor)), tensor.dtype, tensor.shape)
-                return KeptParts(make, how, [place_of(part) for part in parts if part is not None])
+                make = Held(cast(Quantizer, quantizer_of(tensor)), tensor.dtype)
+                return KeptParts(make, how, [place_of(part) for part in parts if part is not None], tensor.shape)
             candidates = [*shared, *outputs[1:]]
             same = next((i for i, each in enumerate(candidates) if each is tensor), None)
             known = View.of(tensor, candidates, len(shared)) if same is None else same
@@ -321,20 +322,20 @@ def row_of(names: Sequence[str], handles: Sequence[Tensor], is_forward: bool) ->
     return _row(names, tuple(stages), parts, home.rows if rows is None else rows), home.structures
 
 
-def shapes_of(call: RowCall, tensors: list[Any], shape: Sequence[int]) -> list[Tensor]:
+def shapes_of(call: RowCall, tensors: list[Any], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
     """The results of a row of stages that know no module, without values. They are computed once for each layout.
 
-    `shape`: that of a quantized x, else ().
+    `sizes`: see `RowCall.quantized_sizes`.
     """
     home = _home(parts := parts_of(call.names))
     layouts = [None if each is None else (each.dtype, each.device, *each.shape, *each.stride()) for each in tensors]
     fixed = not any(isinstance(n, torch.SymInt) for layout in layouts if layout is not None for n in layout)
-    known, key = home.shapes, (RULES.version, call.names, call.choice, *shape, *layouts)
+    known, key = home.shapes, (RULES.version, call.names, call.choice, *sizes, *layouts)
     if fixed and key in known:
         return [tensors[0].new_empty_strided(size, stride, dtype=dtype) for size, stride, dtype in known[key]]
     row = _row(call.names, tuple([part.stage for part in parts]), parts, home.rows)
     with constants_allowed(tensors[0]):
-        outputs = row.forward(tensors, (call.codes, call.sources, shape))[0]
+        outputs = row.forward(tensors, (call.codes, call.sources, sizes))[0]
     if fixed:
         remember(known, key, [(each.shape, each.stride(), each.dtype) for each in outputs])
     return outputs

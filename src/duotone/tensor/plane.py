@@ -278,15 +278,6 @@ def _without_values(row: Format | None, col: Format | None, x: Tensor, ctx: Quan
     return planes
 
 
-def after(x: Tensor, scale: Tensor) -> Tensor:
-    """In a graph: x, which depends on a scale, (1,), so that the scale is computed where x is.
-
-    Else a partitioner moves a delayed scale that only the backward reads to the backward. There it is a later one, and
-    no amax is recorded.
-    """
-    return torch.where(scale.isnan(), x, x)
-
-
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two buffers are views of one storage. It may have no address: meta, fake or empty."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata

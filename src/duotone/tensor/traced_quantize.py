@@ -11,10 +11,9 @@ from duotone.errors import MissingPlaneError
 from duotone.formats import get
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.history import History
-from duotone.tensor.plane import Planes, Usage
-from duotone.tensor.plane_tensor import matrix_shape
+from duotone.tensor.plane import Usage
 from duotone.tensor.quantized import QuantizedTensor
-from duotone.tensor.quantizer import Quantizer, quantizer_of
+from duotone.tensor.quantizer import Quantizer
 from duotone.tensor.traced_writes import delayed_scales, fixed
 
 HISTORY_FIELDS = tuple(field.name for field in dataclasses.fields(History))
@@ -49,18 +48,3 @@ def _quantize(
     quantizer = Quantizer((row and get(row)) or None, (col and get(col)) or None, source, history and History(*history))
     ctx = QuantizeContext(shard and ShardContext(*shard), fixed(of_row, of_col), seed, propagate=propagate)
     return quantizer.quantized(x, Usage(*usage), ctx)
-
-
-def planes_in_graph(x: QuantizedTensor, usage: Usage) -> Planes:
-    """In a trace: the planes that `usage` names. One that the tensor lacks is derived without loss."""
-    quantizer = quantizer_of(x)
-    assert quantizer is not None
-    row, col = quantizer.rowwise if usage.rowwise else None, quantizer.columnwise if usage.columnwise else None
-    return Planes.of(row, col, _parts(x, *usage), matrix_shape(x.shape))
-
-
-@torch.compiler.allow_in_graph
-def _parts(x: QuantizedTensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
-    x.update_usage(rowwise or None, columnwise or None)
-    row, col = x.planes
-    return Planes(row if rowwise else None, col if columnwise else None).buffers
