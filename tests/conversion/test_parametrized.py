@@ -51,6 +51,18 @@ def test_revert_gives_back_a_module_that_was_parametrized_before(model, parametr
     assert type(model[0]) is kind.__bases__[0] and torch.equal(model(x), before)
 
 
+@pytest.mark.parametrize("kind", [duotone.Linear, duotone.LayerNormLinear, nn.Linear])
+def test_a_model_that_is_parametrized_after_its_conversion_can_be_copied(kind) -> None:
+    """An average copies the model. torch lets a parametrized module be copied, but not pickled."""
+    model = duotone.convert(nn.Sequential(kind(32, 32)), MXFP8)
+    parametrizations.weight_norm(model[0])
+    x, copied = torch.randn(4, 32), copy.deepcopy(model)
+    assert torch.equal(copied(x), model(x))
+    with torch.no_grad():
+        copied[0].parametrizations.weight.original0.mul_(2)
+    assert not torch.equal(copied(x), model(x))
+
+
 def test_a_parametrization_can_be_removed_while_the_module_is_converted(model) -> None:
     parametrizations.weight_norm(model[0])
     kind, x = type(model[0]).__bases__[0], torch.randn(4, 32)

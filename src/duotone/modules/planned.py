@@ -4,10 +4,11 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from duotone.linear.core import LinearStage
 from duotone.linear.plan import GemmPlan, LinearPlan
@@ -218,7 +219,8 @@ class Planned(ShardedParameters):
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        own: Any = type_before_parametrizations(self)  # torch's class of parametrized modules only refuses pickles
+        copied.__setstate__(copy.deepcopy(own.__getstate__(self), memo))
         if "layout" in vars(self):  # that of the class stays there: guards of graphs look for it
             copied.layout = self.layout
         copied.plans.forget()  # they go by the layout
