@@ -278,6 +278,74 @@ def test_what_others_write_after_a_step_becomes_the_master(write) -> None:
         assert torch.equal(master, before)
 
 
+def resumed(p: nn.Parameter, optimizer: AdamW) -> tuple[nn.Parameter, AdamW]:
+    """From a checkpoint of both, the model first."""
+    new = copy.deepcopy(p)
+    with torch.no_grad():
+        new.add_(1.0)
+    loaded(new, p.detach().clone())
+    other = AdamW([new], lr=0.0, master_weights=True)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return new, other
+
+
+def reloaded(p: nn.Parameter, optimizer: AdamW) -> tuple[nn.Parameter, AdamW]:
+    """As Accelerate prepares an optimizer."""
+    optimizer.load_state_dict(optimizer.state_dict())
+    return p, optimizer
+
+
+def restated(p: nn.Parameter, optimizer: AdamW) -> tuple[nn.Parameter, AdamW]:
+    optimizer.__setstate__(optimizer.__getstate__())
+    return p, optimizer
+
+
+def pickled(*pair: object) -> object:
+    buffer = io.BytesIO()
+    torch.save(pair, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+MOVES = {
+    "resume": resumed,
+    "reload": reloaded,
+    "state": restated,
+    "deepcopy": lambda *pair: copy.deepcopy(pair),
+    "pickle": pickled,
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES.keys())
+def test_what_others_write_outlives_a_copy_and_a_checkpoint(move) -> None:
+    """A master that is saved between a write and the next step would bring the old weights back."""
+    for p in both_kinds():
+        optimizer = AdamW([p], lr=0.0, master_weights=True)
+        step(optimizer, 0)
+        with torch.no_grad():
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(2)))
+        values = p.detach().clone().float()
+        p, optimizer = move(p, optimizer)
+        step(optimizer, 1)
+        assert torch.equal(p.detach().float(), values)
+
+
+def test_a_checkpoint_beside_swapped_weights_leaves_the_masters() -> None:
+    """The weights are those of an average while a trainer saves, and are swapped back then."""
+    for p in both_kinds():
+        optimizer = AdamW([p], lr=1e-3, master_weights=True)
+        step(optimizer, 0)
+        master, own = optimizer.state[p]["master"].clone(), p.detach().clone()
+        with torch.no_grad():
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(2)))
+            saved = optimizer.state_dict()["state"][0]["master"]
+            values = p.detach().clone()
+            assert torch.equal(p.copy_(saved).float(), values.float())
+            p.copy_(own)
+        assert torch.equal(optimizer.state_dict()["state"][0]["master"], master)
+        assert torch.equal(optimizer.state[p]["master"], master)
+
+
 @pytest.mark.parametrize("model_first", [True, False])
 def test_a_loaded_master_counts_in_either_order(model_first) -> None:
     """The master has bits that the weights have not."""

@@ -1,6 +1,7 @@
 """AdamW whose quantized parameters have fp32 masters, from which it writes their codes and scales."""
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -179,7 +180,7 @@ class AdamW(Optimizer):
 
     def _prepare(self, group: Group, parameter: Tensor) -> None:
         """Give the state of a parameter its dtypes and, if it is stored, a master. Count the step."""
-        state, mark, shard = self.state[parameter], self._marks.get(parameter), shard_of(parameter)
+        state, mark, shard = self.state[parameter], self._mark_of(parameter), shard_of(parameter)
         stored = stored_dtypes(parameter, state, group)
         if isinstance(shard, QuantizedTensor) and (
             mark is None or mark.is_load or mark.shows_write(Mark.of(parameter))
@@ -189,9 +190,8 @@ class AdamW(Optimizer):
             state.pop("master", None)
         elif "master" not in state:
             state["master"] = laid_like(parameter, initial_master(shard, stored["master"]))
-        elif mark is not None or self._marks.keys() - {p for each in self.param_groups for p in each["params"]}:
-            # Without a mark the state is one that a script filled or, if others left the groups, that of another one.
-            adopt_writes(parameter, shard_of(state["master"]), mark or Mark.of_another(parameter))
+        elif mark is not None:
+            adopt_writes(parameter, shard_of(state["master"]), mark)
         if "step" not in state:
             like = torch.empty(shard.shape, device=parameter.device)
             self._state_of(group, parameter, laid_like(parameter, like), torch.float32)
@@ -203,6 +203,31 @@ class AdamW(Optimizer):
             else:
                 state[name] = laid_like(parameter, shard_of(state[name]).to(dtype).contiguous())
         self._state_of(group, parameter, parameter)["step"] += 1
+
+    def _mark_of(self, parameter: Tensor) -> Mark | None:
+        """The mark of a parameter, or of a new one that may have the state of one that left the groups.
+
+        None for one without a state, or whose state a script filled.
+        """
+        mark = self._marks.get(parameter)
+        if mark is None and self._marks.keys() - {p for each in self.param_groups for p in each["params"]}:
+            return Mark.of_another(parameter)
+        return mark
+
+    @torch.no_grad()
+    def _present_state(self) -> defaultdict[Tensor, Any]:
+        """The state, in which masters follow what other code wrote since the last step.
+
+        Those of the optimizer stay as they are until the next step: a script may save while other weights are swapped
+        in, and then swap them back.
+        """
+        present = self.state.copy()
+        for parameter, state in self.state.items():
+            mark = self._mark_of(parameter) if "master" in state else None
+            if mark is not None and mark.shows_write(Mark.of(parameter)):
+                present[parameter] = {**state, "master": state["master"].clone()}
+                adopt_writes(parameter, shard_of(present[parameter]["master"]), mark)
+        return present
 
     def _update(self, parameter: Tensor, numbers: Numbers) -> Tensor | None:
         """Update the master. Returns it if the parameter has still to be encoded from it, together with others."""
@@ -227,6 +252,17 @@ class AdamW(Optimizer):
         if state["step"].device != device:
             state["step"] = state["step"].to(device)
         return state
+
+    def state_dict(self) -> StateDict:
+        """Like torch's. A master follows what other code wrote since the last step, as the parameter does."""
+        state, self.state = self.state, self._present_state()
+        try:
+            return super().state_dict()
+        finally:
+            self.state = state
+
+    def __getstate__(self) -> StateDict:
+        return {**super().__getstate__(), "state": self._present_state()}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Like torch's, but the state beside a master keeps its dtype, so that a resumed run has the same bits.
