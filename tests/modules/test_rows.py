@@ -1,6 +1,7 @@
 """Rows of compiled code: gradients and sizes that eager code takes, too."""
 
 import copy
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -156,3 +157,39 @@ def test_scales_of_a_linear_that_a_graph_calls_twice_follow_growing_inputs() -> 
             dtype = torch.float32
             eager.float()
             traced.float()
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: modules.Linear(32, 32, recipe=recipes.load("fp8-delayed")),
+    "cached": lambda: modules.Linear(32, 32, recipe=recipes.load("mxfp8")),
+    "attention": lambda: duotone.DotProductAttention(1, 32, qkv_format="bshd", recipe=FP8_ATTENTION),
+}
+FP8_ATTENTION = duotone.Float8CurrentScaling(fp8_dpa=True, dpa_min_tokens=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_step_leaves_no_tensor_to_pythons_garbage_collector(kind: str) -> None:
+    """It runs late, so that such tensors would fill a GPU for several steps."""
+    module = KINDS[kind]()
+    run = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 16, 1, 32, requires_grad=True)
+
+    def step() -> None:
+        y = (
+            run(x, x, x)
+            if kind == "attention"
+            else run(x, **({"is_first_microbatch": True} if kind == "cached" else {}))
+        )
+        y.sum().backward()
+        module.zero_grad()
+
+    for _ in range(4):
+        step()
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(each, Tensor) for each in gc.get_objects())
+        step()
+        assert sum(isinstance(each, Tensor) for each in gc.get_objects()) == before
+    finally:
+        gc.enable()

@@ -120,11 +120,6 @@ class AttentionStage(Stage):
     refusal = "the operands of attention are quantized"
 
     @property
-    def may_share(self) -> tuple[bool, bool, bool]:
-        """Of query, key and value, whether planes may share their memory."""
-        return self.query.may_share, self.key.may_share, self.value.may_share
-
-    @property
     def words(self) -> str:
         """What decides its results besides the call. A text of its own if objects of a user do."""
         operands = self.query, self.key, self.value, self.gradient, self.out, self.weights, self.scores_gradient

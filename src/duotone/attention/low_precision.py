@@ -17,6 +17,7 @@ from duotone.attention.masks import UNBOUNDED, Window, spans, whole
 from duotone.attention.picks import Pick
 from duotone.attention.products import BACKWARD_OPERANDS, FORWARD_OPERANDS, Slots
 from duotone.attention.ranks import Ranks
+from duotone.formats import IDENTITY
 from duotone.modules.delayed_states import BACKWARD_STATE, FORWARD_STATE, agreed_history, largest, state_of
 from duotone.modules.row_parts import ShapeSlot
 from duotone.modules.traced_stages import MOST_GONE, number_of, numbered, owner_of
@@ -237,6 +238,7 @@ def _name_part(number: str, dtype: str, words: tuple[str, ...], *fields: object)
         delayed = module.formats(recipe_of(call.recipe), call.device, call.ranks).delayed()
         stage = build(module, call, {tensor: _shape_slots(quantizer) for tensor, quantizer in delayed.items()})
         name = alike.names[key] = f"attention_{number}@{digest(stage.words, *key)}"
+        operands = zip((stage.query, stage.key, stage.value), words, strict=True)
         like = getattr(torch, dtype.removeprefix("torch."))
         held = [Held(getattr(TRACED, name_quantizer(each)), like) if each else None for each in words]
         PARTS[name] = Part(
@@ -244,8 +246,8 @@ def _name_part(number: str, dtype: str, words: tuple[str, ...], *fields: object)
             of_module=partial(_of_module, call) if stage.has_owner else None,
             of_number=partial(_of_number, call) if stage.has_owner else None,
             held=(*held, None, None),
-            sources=(*map(bool.__or__, stage.may_share, map(bool, words)), True, True),
-            keeps_output=stage.out.may_share,
+            sources=(*[operand.may_share or bool(each) for operand, each in operands], True, True),
+            keeps_output=stage.out.quantizer.rowwise == IDENTITY,
             is_quantized=True,
             is_home=True,
         )

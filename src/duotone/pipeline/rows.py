@@ -241,7 +241,7 @@ class Row:
 
         `sizes`: see `RowCall.quantized_sizes`.
         """
-        stages, inputs = opened_stages(self.forward_of, slots, opened), _apart(tensors)
+        stages, inputs = opened_stages(self.forward_of, slots, opened), _apart(tensors, sources)
         of_parts, whole = iter(inputs), list[Any]()
         for make, code in zip(self.held, held, strict=True):
             tensors = [next(of_parts) for _ in range(code // PLAIN)]
@@ -250,22 +250,8 @@ class Row:
         (y,), saved, shells, _ = run_forward(stages, None, x, tuple(operands))
         outputs = [y if View.of(y, inputs) is None else y.clone()]
         pairs = zip((*inputs, outputs[0]), sources, strict=True)
-        shared = [each if is_source else None for each, is_source in pairs]
-
-        def place_of(tensor: Tensor) -> Place:
-            if isinstance(tensor, QuantizedTensor):
-                parts, how = flat(tensor)
-                make = Held(cast(Quantizer, quantizer_of(tensor)), tensor.dtype)
-                return KeptParts(make, how, [place_of(part) for part in parts if part is not None], tensor.shape)
-            candidates = [*shared, *outputs[1:]]
-            same = next((i for i, each in enumerate(candidates) if each is tensor), None)
-            known = View.of(tensor, candidates, len(shared)) if same is None else same
-            if known is not None:
-                return known
-            outputs.append(tensor.clone() if View.of(tensor, [*inputs, y]) is not None else tensor)
-            return len(candidates)
-
-        places = [None if tensor is None else place_of(tensor) for tensor in saved]
+        kept = Kept([each if is_source else None for each, is_source in pairs], [*inputs, y], outputs)
+        places = [None if tensor is None else kept.place_of(tensor) for tensor in saved]
         change = torch.clone if self.keeps else partial(_seed, inputs)
         shells = [[_replaced(x, Tensor, change) for x in entry] for entry in shells]
         if self.keeps:
@@ -288,14 +274,40 @@ class Row:
         return [each if each.untyped_storage().nbytes() == each.nbytes else each.clone() for each in gradients]
 
 
-def _apart(inputs: Sequence[Any]) -> list[Any]:
-    """The inputs, with a copy of each that shares memory with an earlier one.
+class Kept(NamedTuple):
+    """What a forward keeps: among its sources, or else as outputs of its op."""
+
+    sources: list[Tensor | None]
+    """The inputs and the output that backward reads as they are."""
+    given: list[Tensor | None]
+    """All inputs, and the output of the stages. No output of the op shares their memory."""
+    outputs: list[Tensor]
+    """Of the op: y and what is kept, to which `place_of` adds."""
+
+    def place_of(self, tensor: Tensor) -> Place:
+        """Where backward finds the tensor."""
+        if isinstance(tensor, QuantizedTensor):
+            parts, how = flat(tensor)
+            make = Held(cast(Quantizer, quantizer_of(tensor)), tensor.dtype)
+            return KeptParts(make, how, [self.place_of(part) for part in parts if part is not None], tensor.shape)
+        candidates = [*self.sources, *self.outputs[1:]]
+        same = next((i for i, each in enumerate(candidates) if each is tensor), None)
+        known = View.of(tensor, candidates, len(self.sources)) if same is None else same
+        if known is not None:
+            return known
+        self.outputs.append(tensor.clone() if View.of(tensor, self.given) is not None else tensor)
+        return len(candidates)
+
+
+def _apart(inputs: Sequence[Any], sources: Sequence[bool]) -> list[Any]:
+    """The inputs, with a copy of each source that shares memory with an earlier one.
 
     Modules with one graph share structures, and some of them tie weights. So a structure must not depend on ties.
     """
-    result: list[Any] = []
-    for x in inputs:
-        result.append(x if View.of(x, result) is None else x.clone())
+    result, earlier = list[Any](), list[Any]()
+    for x, is_source in zip(inputs, sources, strict=False):
+        result.append(x.clone() if is_source and View.of(x, earlier) is not None else x)
+        earlier += [result[-1]] if is_source else []
     return result
 
 
