@@ -5,6 +5,7 @@ The oracle is the same step without a checkpoint, or what the forward itself com
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 
 import pytest
@@ -161,7 +162,7 @@ def test_a_second_backward_of_one_graph_draws_the_same(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *NESTED])
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:several forwards of a reentrant")
 def test_scales_that_moved_between_forwards_stay_with_them(kind) -> None:
     """A region for each microbatch moves the scales at its end; growing inputs make each scale another one."""
     m, calls = model(DELAYED), []
@@ -178,6 +179,19 @@ def test_scales_that_moved_between_forwards_stay_with_them(kind) -> None:
         losses[i].backward()
         outputs = forwards[i * len(forwards) // 3 : (i + 1) * len(forwards) // 3]
         assert calls and all(any(torch.equal(again, y) for y in outputs) for again in calls)
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_reentrant_checkpoints_in_flight_give_a_warning(in_flight: bool) -> None:
+    """Each of their backwards is a step of delayed scaling, so amaxes of the first microbatch may be lost."""
+    m, losses = model(DELAYED), []
+    with pytest.warns(UserWarning, match="several forwards of a reentrant") if in_flight else nullcontext():
+        for x in inputs(2):
+            losses.append(checkpoint(m, x, use_reentrant=True).float().square().sum())
+            if not in_flight:
+                losses.pop().backward()
+        for loss in losses:
+            loss.backward()
 
 
 def test_scales_of_microbatches_in_flight_change_no_bit() -> None:

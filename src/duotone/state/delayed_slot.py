@@ -7,9 +7,9 @@ without a graph inside an autograd.Function, as reentrant checkpoints run it, le
 graph that recomputes by itself, because it was compiled with its checkpoint, uses the scale of its own forward, too.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,6 +134,7 @@ class DelayedSlot(Slot):
             entries = [earlier.take(slot.key) for slot in slots]
             step.before, step.deferred = entries[0]
             record = step.deferred and mode is AmaxMode.RECOMPUTE and earlier.is_first_run
+            _warn_in_flight(record, entries[0][0])
             mode = AmaxMode.RECOMPUTE
         elif running and self.mode is AmaxMode.RECOMPUTE:
             raise UserError(
@@ -194,6 +195,16 @@ class OpenDelayedSlot(OpenSlot):
         return self.scale.clone()
 
 
+def _warn_in_flight(records: bool, scales: Scales) -> None:
+    """Warn of a recompute that records after another one has ended the step. `scales`: those of its forward."""
+    if records and scales.rolled is not None:
+        warnings.warn(
+            "several forwards of a reentrant checkpoint precede their backwards, so delayed scales follow the amaxes "
+            "of the last of these backwards alone; pass use_reentrant=False",
+            stacklevel=2,
+        )
+
+
 TRACED: set[str] = set()
 """Numbers of states that graphs hold."""
 
@@ -211,27 +222,14 @@ def _raise_to(live: Tensor, amax: Tensor) -> None:
     live.copy_(torch.maximum(live, amax.view(torch.int32)))
 
 
-def define_slot_op(
-    name: str, place: str, slot_of: Callable[..., Slot], trace: Callable[..., object] = lambda *_: None
-) -> None:
-    """Define the op of the scale of slots that a graph names by `place`, part of a schema.
-
-    A trace calls `trace(*place)` for each of them.
-    """
-
-    def scale(x: Tensor, *place: Any) -> Tensor:
-        return measured_scale(slot_of(*place), x)
-
-    def shape(x: Tensor, *place: Any) -> Tensor:
-        trace(*place)
-        return x.new_empty((1,), dtype=torch.float32)
-
-    define_op(f"{name}(Tensor x, {place}) -> Tensor", scale, shape, tags=STATEFUL)
+def _delayed_scale(x: Tensor, state: str, index: int, group: str, mode: str, backward: bool) -> Tensor:
+    return measured_scale(DelayedSlot(state, index, group, AMAX_MODES[mode], backward), x)
 
 
-def _slot(state: str, index: int, group: str, mode: str, backward: bool) -> DelayedSlot:
-    return DelayedSlot(state, index, group, AMAX_MODES[mode], backward)
+def _empty_scale(x: Tensor, state: str, *_: object) -> Tensor:
+    TRACED.add(state)
+    return x.new_empty((1,), dtype=torch.float32)
 
 
-PLACE = "str state, int index, str group, str mode, bool backward"
-define_slot_op("delayed_scale", PLACE, _slot, lambda state, *_: TRACED.add(state))
+_PLACE = "str state, int index, str group, str mode, bool backward"
+define_op(f"delayed_scale(Tensor x, {_PLACE}) -> Tensor", _delayed_scale, _empty_scale, tags=STATEFUL)
