@@ -1,5 +1,6 @@
 """What traces take as a constant or leave alone: objects by a number or a name, and functions."""
 
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable
@@ -66,9 +67,11 @@ def with_guards(value: object) -> Holder:
 def constant_in_traces(function: F) -> F:
     """Let a trace call a function and treat its result as a constant.
 
-    torch.compiler.assume_constant_result does so too, but it imports the compiler.
+    torch.compiler.assume_constant_result does so too, but it imports the compiler. Behind a break of a graph, Dynamo
+    would compile such a function as a frame of its own, and write its own versions of the objects that this changes.
     """
     function._dynamo_marked_constant = True
+    never_compiled(inspect.unwrap(function))
     return function
 
 

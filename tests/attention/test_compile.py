@@ -16,6 +16,7 @@ from duotone import recipes
 from duotone.attention import DotProductAttention, MultiheadAttention, RotaryPositionEmbedding, TransformerLayer
 from duotone.attention.picks import Pick
 from duotone.dispatch.attention import LeastTokens
+from duotone.numbered import constant_in_traces
 from duotone.recipes import Rule, RuleRecipe
 from later import Later
 
@@ -224,3 +225,27 @@ def test_a_checkpoint_and_calls_without_gradients_record_delayed_scales_as_eager
         train(eager, lambda f: f),
     )
     assert all(map(torch.equal, result, expected))
+
+
+def test_a_frame_below_the_module_compiles_where_its_numbers_are_variables() -> None:
+    """Dynamo gives up a frame that raised an error, and compiles those that it calls."""
+    recipe = duotone.Float8CurrentScaling(fp8_dpa=True)
+    core = DotProductAttention(4, 16, attn_mask_type="padding", qkv_format="bshd", recipe=recipe)
+    heads = [torch.randn(1, 9, 4, 16) for _ in range(3)]
+    expected = core(*heads, torch.zeros(1, 9, dtype=torch.bool))
+    core.share(recipe)
+    low = core._low_precision
+    run = torch.compile(type(low).run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for window in ((5, 3), (20, 30), (9, 10)):
+        seen = torch.ones(1, 1, 9, 9, dtype=torch.bool)
+        assert torch.equal(run(low, tuple(heads), "bshd", seen, window, recipe, "", None), expected)
+
+
+@constant_in_traces
+def one_if_compiled(x: Tensor) -> Tensor:
+    return x * 0 + torch.compiler.is_dynamo_compiling()
+
+
+def test_what_a_trace_takes_as_constant_is_no_frame_of_its_own_behind_a_broken_graph() -> None:
+    """A trace of it would write its own versions of the objects that it changes, which graphs name."""
+    assert not torch.compile(lambda x: one_if_compiled(x) * 2, backend="eager")(torch.ones(2)).any()

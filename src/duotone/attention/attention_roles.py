@@ -2,7 +2,6 @@
 
 import math
 
-import torch
 from torch import Tensor
 
 from duotone.attention.heads import channels_of, groups_of, share_of
@@ -51,9 +50,7 @@ class AttentionRoles(BoundaryRoles, FollowsRecipes):
     @property
     def dropout(self) -> float:
         """The probability with which a call drops weights now."""
-        if not self.training:
-            return 0.0
-        return specialized(self.attention_dropout) if torch.compiler.is_dynamo_compiling() else self.attention_dropout
+        return specialized(self.attention_dropout) if self.training else 0.0
 
     def heads_of(self, query: Tensor) -> tuple[int, int]:
         """How many heads a call has, and how many of keys: all, or the share of the rank whose query this is."""

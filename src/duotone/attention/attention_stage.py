@@ -74,16 +74,6 @@ class Call(NamedTuple):
 ROWWISE = Usage(True, False)
 
 
-class Given(NamedTuple):
-    """What the products of a call read besides planes. `p_scale` is a delayed scale of probabilities."""
-
-    seen: Tensor | None
-    seed: Tensor | None
-    p_scale: Tensor | None
-    sizes: Sizes
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True, eq=False)
 class AttentionStage(Stage):
     """query, key and value in a layout of heads, seen bool or None, seed int64 (1,) or None -> heads as one axis.
@@ -139,17 +129,15 @@ class AttentionStage(Stage):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, seed: Tensor | None
     ) -> tuple[Tensor, Saved]:
-        batch, heads, queries, width = to_heads(q, self.call.layout).shape
-        keys, value_width = k.shape[token_axis(self.call.layout)], v.shape[-1]
-        keys *= 1 if self.ranks is None else self.ranks.size
-        groups = self.call.groups
-        sizes = Sizes(batch, groups, heads // groups, queries, keys, width, value_width)
+        (batch, heads, queries, width), groups = to_heads(q, self.call.layout).shape, self.call.groups
+        keys = k.shape[token_axis(self.call.layout)] * (1 if self.ranks is None else self.ranks.size)
+        sizes = Sizes(batch, groups, heads // groups, queries, keys, width, v.shape[-1])
         usage = Usage(True, self.call.tracks)
         planes = self._encode(self.query, q, usage, seed), self._encode_all(self.key, k, usage, seed)
         planes = *planes, self._encode_all(self.value, v, Usage(self.call.tracks, True), seed)
         row_scale, col_scale = self._scales_of_weights(next(iter(planes[0][0].parts.values())))
         operands = self._operands([plane for each in planes for plane in each], sizes, backward=False)
-        out, lse = _attend(self, operands, Given(seen, seed, row_scale, sizes, q.dtype))
+        out, lse = _attend(self, operands, sizes, row_scale, self._blocks(seen, seed, q.dtype))
         y = from_heads(out.flatten(1, 2), self.call.layout)
         if not self.call.tracks:
             return y, ()
@@ -190,7 +178,7 @@ class AttentionStage(Stage):
         heads = torch.unflatten(dy, -1, (-1, sizes.value_width))
         gradient = self._encode(self.gradient, heads, Usage(True, True), seed)
         operands = self._operands([*planes, *gradient], sizes, backward=True)
-        gradients = _differentiate(self, operands, lse, Given(seen, seed, scale, sizes, dy.dtype))
+        gradients = _differentiate(self, operands, sizes, lse, scale, self._blocks(seen, seed, dy.dtype))
         dq, dk, dv = (
             torch.unflatten(from_heads(each.flatten(1, 2), self.call.layout), -1, (-1, each.shape[-1]))
             for each in gradients
@@ -219,26 +207,30 @@ class AttentionStage(Stage):
         """What the kernels are told besides tensors, for results in a dtype."""
         return Options(self.call.scale, self.call.causal, self.fast, dtype)
 
-    def blocks(self, given: Given) -> Blocks:
-        """The call in blocks, for devices without a kernel."""
-        call = self.call
-        return Blocks(call.scale, call.causal, call.dropout, given.seen, given.seed, given.dtype)
+    def _blocks(self, seen: Tensor | None, seed: Tensor | None, dtype: torch.dtype) -> Blocks:
+        """What the products read besides planes, for results in a dtype."""
+        return Blocks(self.call.scale, self.call.causal, self.call.dropout, seen, seed, dtype)
 
 
-def _attend(stage: AttentionStage, heads: Sequence[EncodedHeads], given: Given) -> tuple[Tensor, Tensor]:
-    """The output, and log(sum(exp(S))) (*lead, queries, 1), from query, key and value."""
+def _attend(
+    stage: AttentionStage, heads: Sequence[EncodedHeads], sizes: Sizes, p_scale: Tensor | None, blocks: Blocks
+) -> tuple[Tensor, Tensor]:
+    """The output, and log(sum(exp(S))) (*lead, queries, 1), from query, key and value.
+
+    `p_scale` is a delayed scale of probabilities.
+    """
     query, key, value = heads
-    sizes, like = given.sizes, next(iter(next(iter(query.planes.values())).parts.values()))
+    like = next(iter(next(iter(query.planes.values())).parts.values()))
     if is_predicted(like):
-        return _empty(like, sizes.output, given.dtype), like.new_empty((*sizes.output[:-1], 1), dtype=torch.float32)
+        return _empty(like, sizes.output, blocks.like), like.new_empty((*sizes.output[:-1], 1), dtype=torch.float32)
     if stage.forward_kernel and type(like) in PLAIN_TYPES:  # a program of torch.export holds the blocks
         planes = query.planes["rowwise"], key.planes["rowwise"], value.planes["columnwise"]
-        natural, logs = attention.forward(planes, sizes[:-1], given.p_scale, stage.options(given.dtype), given.seen)
+        natural, logs = attention.forward(planes, sizes[:-1], p_scale, stage.options(blocks.like), blocks.seen)
         out = natural.unflatten(2, (sizes.groups, -1)).permute(0, 2, 3, 1, 4)
         return out, logs.unflatten(1, (sizes.groups, -1)).unsqueeze(-1)
     q, k, v = query.values("rowwise"), key.values("rowwise"), value.values("columnwise")
-    out, lse = attend(q, k, v, stage.blocks(given), stage.weights, given.p_scale)
-    return as_projected(out.to(given.dtype)), lse
+    out, lse = attend(q, k, v, blocks, stage.weights, p_scale)
+    return as_projected(out.to(blocks.like)), lse
 
 
 def as_projected(heads: Tensor) -> Tensor:
@@ -247,39 +239,49 @@ def as_projected(heads: Tensor) -> Tensor:
 
 
 def _differentiate(
-    stage: AttentionStage, heads: Sequence[EncodedHeads], lse: Tensor, given: Given
+    stage: AttentionStage,
+    heads: Sequence[EncodedHeads],
+    sizes: Sizes,
+    lse: Tensor,
+    p_scale: Tensor | None,
+    blocks: Blocks,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, from these, the saved output and its gradient."""
-    sizes, dtype = given.sizes, given.dtype
+    dtype = blocks.like
     if is_predicted(lse):
         return _empty(lse, sizes.query, dtype), _empty(lse, sizes.key, dtype), _empty(lse, sizes.value, dtype)
     if stage.backward_kernel and (dtype.itemsize == 2 or lse.is_cpu):
-        if stage.backward_kernel != KERNEL and given.seen is None:
-            return _torch_backward(stage, heads, lse, given)
+        if stage.backward_kernel != KERNEL and blocks.seen is None:
+            return _torch_backward(stage, heads, sizes, lse, dtype)
         if stage.problem.target.has_large_blocks:
-            return _kernel_backward(stage, heads, lse, given)
+            return _kernel_backward(stage, heads, sizes, lse, p_scale, blocks)
     query, key, value, out, gradient = heads
     operands = BackwardOperands(*query.both, *key.both, value.values("rowwise"), *gradient.both)
-    rounding = stage.weights, stage.scores_gradient, given.p_scale
-    gradients = differentiate(operands, out.values("rowwise"), lse, stage.blocks(given), *rounding)
+    rounding = stage.weights, stage.scores_gradient, p_scale
+    gradients = differentiate(operands, out.values("rowwise"), lse, blocks, *rounding)
     dq, dk, dv = (as_projected(each.to(dtype)) for each in gradients)
     return dq, dk, dv
 
 
 def _kernel_backward(
-    stage: AttentionStage, heads: Sequence[EncodedHeads], lse: Tensor, given: Given
+    stage: AttentionStage,
+    heads: Sequence[EncodedHeads],
+    sizes: Sizes,
+    lse: Tensor,
+    p_scale: Tensor | None,
+    blocks: Blocks,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The products of backward in the FP8 kernel."""
-    problem, gradient, sizes = stage.problem, stage.scores_gradient, given.sizes
+    problem, gradient = stage.problem, stage.scores_gradient
     slots = [slot for slot in gradient.context.slots if slot is not None]
     rounding = Rounding(
-        problem.products["P^T dO"][0], problem.products["dS K"][0], given.p_scale, lse.new_ones(1) if slots else None
+        problem.products["P^T dO"][0], problem.products["dS K"][0], p_scale, lse.new_ones(1) if slots else None
     )
 
     logs = lse.flatten(1, 2).squeeze(-1)
     query, key, value, out, d_out = heads
     planes = query.planes, key.planes, value.planes, out.planes, d_out.planes
-    arguments = planes, sizes[:-1], problem.native, logs, stage.options(given.dtype), given.seen
+    arguments = planes, sizes[:-1], problem.native, logs, stage.options(blocks.like), blocks.seen
     if slots:
         if gradient.is_new:
             *_, peak = attention.backward(rounding, *arguments)
@@ -294,14 +296,13 @@ def _kernel_backward(
 
 
 def _torch_backward(
-    stage: AttentionStage, heads: Sequence[EncodedHeads], lse: Tensor, given: Given
+    stage: AttentionStage, heads: Sequence[EncodedHeads], sizes: Sizes, lse: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The products of backward in high precision, on the values of the planes."""
-    q, k, v, out, gradient = (each.rows(given.dtype).flatten(1, 2) for each in heads)
+    q, k, v, out, gradient = (each.rows(dtype).flatten(1, 2) for each in heads)
     logs = lse.flatten(1, 2).squeeze(-1)
-    dq, dk, dv = attention.torch_backward(gradient, (q, k, v), out, logs, stage.options(given.dtype))
-    groups = given.sizes.groups
-    of_query, of_key, of_value = (as_projected(each.unflatten(1, (groups, -1))) for each in (dq, dk, dv))
+    dq, dk, dv = attention.torch_backward(gradient, (q, k, v), out, logs, stage.options(dtype))
+    of_query, of_key, of_value = (as_projected(each.unflatten(1, (sizes.groups, -1))) for each in (dq, dk, dv))
     return of_query, of_key, of_value
 
 

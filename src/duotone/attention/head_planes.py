@@ -105,31 +105,6 @@ class HeadOperand:
         col = row.transposed() if columnwise else None
         return [each for each in (row if rowwise else None, col) if each is not None]
 
-    def values(
-        self, planes: dict[str, Plane], shape: Sequence[int], direction: str, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        """The values of this direction, (batch, groups, heads, tokens, width), as a product multiplies them."""
-        direction = self.serving or direction
-        plane = planes[direction]
-        batch, groups, heads, tokens, width = shape
-        if self.is_whole:
-            values = plane.dequantize(dtype)
-            values = values if direction == "rowwise" else values.t()
-            return values.reshape(batch, tokens, groups, heads, width).permute(0, 2, 3, 1, 4)
-        if direction == "rowwise":
-            return as_heads(plane, shape).to(dtype)
-        return as_heads(plane, (batch, groups, heads, width, tokens)).mT.to(dtype)
-
-    def value_rows(self, planes: dict[str, Plane], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The values of the first plane, with contiguous rows if codes, of half the bytes, can be transposed."""
-        direction = self.serving or next(iter(planes))
-        turned = planes[direction].transposed() if self.is_whole and direction == "columnwise" else None
-        if turned is None or turned.format == IDENTITY:
-            return self.values(planes, shape, direction, dtype)
-        parts = {**turned.parts, "codes": contiguous_rows(turned.parts["codes"].view(torch.uint8))}
-        rows = {"rowwise": Plane(turned.format, parts, turned.shape)}
-        return replace(self, serving="").values(rows, shape, "rowwise", dtype)
-
 
 class EncodedHeads(NamedTuple):
     """The planes of an operand by direction, and the shape of its heads."""
@@ -138,9 +113,18 @@ class EncodedHeads(NamedTuple):
     planes: dict[str, Plane]
     shape: tuple[int, ...]
 
-    def values(self, direction: str) -> Tensor:
-        """The fp32 values of a direction, in `shape`."""
-        return self.operand.values(self.planes, self.shape, direction)
+    def values(self, direction: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values of a direction, in `shape`, as a product multiplies them."""
+        direction = self.operand.serving or direction
+        plane = self.planes[direction]
+        batch, groups, heads, tokens, width = self.shape
+        if self.operand.is_whole:
+            values = plane.dequantize(dtype)
+            values = values if direction == "rowwise" else values.t()
+            return values.reshape(batch, tokens, groups, heads, width).permute(0, 2, 3, 1, 4)
+        if direction == "rowwise":
+            return as_heads(plane, self.shape).to(dtype)
+        return as_heads(plane, (batch, groups, heads, width, tokens)).mT.to(dtype)
 
     @property
     def both(self) -> tuple[Tensor, Tensor]:
@@ -148,8 +132,15 @@ class EncodedHeads(NamedTuple):
         return self.values("rowwise"), self.values("columnwise")
 
     def rows(self, dtype: torch.dtype) -> Tensor:
-        """See `HeadOperand.value_rows`."""
-        return self.operand.value_rows(self.planes, self.shape, dtype)
+        """The values of the first plane, with contiguous rows if codes, of half the bytes, can be transposed."""
+        direction = self.operand.serving or next(iter(self.planes))
+        turned = self.planes[direction].transposed() if self.operand.is_whole and direction == "columnwise" else None
+        if turned is None or turned.format == IDENTITY:
+            return self.values(direction, dtype)
+        parts = {**turned.parts, "codes": contiguous_rows(turned.parts["codes"].view(torch.uint8))}
+        row = Plane(turned.format, parts, turned.shape)
+        operand = replace(self.operand, serving="")
+        return EncodedHeads(operand, {"rowwise": row}, self.shape).values("rowwise", dtype)
 
 
 def _padded(rows: int, fmt: Format) -> int:

@@ -133,7 +133,8 @@ class LowPrecision:
         mode = traced_mode() if compiling else mode_now()
         tracks = tracks or mode is AmaxMode.DEFER  # so that the forward uses every delayed scale as the recompute does
         where = recipe.key, str(q.device), group, mode.value, layout
-        causal, groups = window == (-1, 0) and seen is None, module.heads_of(q)[1]
+        causal = seen is None and [specialized(side) for side in window] == [-1, 0]
+        groups = int(specialized(module.heads_of(q)[1]))
         call = Call(*where, causal, module.dropout, tracks, ranks.name if ranks else "", groups, _scale(module))
         stage = _traced(getattr(self.alike, recipe.key), call, (q, k, v)) if compiling else self.stage(call)
         draws = bool(call.dropout) or stage.is_stochastic
@@ -175,8 +176,7 @@ def build(module: AttentionRoles, call: Call, slots: Slots) -> AttentionStage:
 
 def _scale(module: AttentionRoles) -> float:
     """The factor of scores before the softmax, as the module has it now."""
-    scale = module.channels[0] ** -0.5 if module.softmax_scale is None else module.softmax_scale
-    return specialized(scale) if torch.compiler.is_dynamo_compiling() else scale
+    return specialized(module.channels[0] ** -0.5 if module.softmax_scale is None else module.softmax_scale)
 
 
 def delayed_slots(module: AttentionRoles, call: Call) -> Slots:

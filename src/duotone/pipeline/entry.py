@@ -131,8 +131,7 @@ class RowFunction(torch.autograd.Function):
             ctx.sinks += map(int, part.sinks or str(AUTOGRAD) * (len(its.sources) - 1))
         if known[0].recomputes:  # a partitioner keeps inputs of ops that fuse with nothing; a power of 1 fuses with x
             flat_parts[0] = x.pow(1.0)
-        pairs = zip((*flat_parts, y), flags, strict=True)
-        sources = [each if is_source else None for each, is_source in pairs]
+        sources = [each if is_source else None for each, is_source in zip((*flat_parts, y), flags, strict=True)]
         saved = [None if each is None else as_of_now(each) for each in sources]
         ctx.save_for_backward(*kept, *saved)
         return y

@@ -173,6 +173,8 @@ def write_in_trace(write: Callable[..., None], *arguments: object) -> None:
 
 def specialized(number: float) -> float:
     """In a trace: a number as a constant, with a guard. A dynamic trace has variables for numbers of modules."""
+    if not torch.compiler.is_dynamo_compiling():
+        return number
     from torch.fx.experimental.symbolic_shapes import guard_scalar
 
     return guard_scalar(number)  # type: ignore[return-value]
