@@ -19,8 +19,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "take_seed": (SEED.clone(), 2),
     "take_seed_once": (SEED.clone(), 2),
     "crop": (torch.randn(40, 48), 33, 40),
-    "codes_of": (torch.randn(2, 1, 4, 32), torch.rand(2, 1, 4, 1), None, "e2m1", False),
-    "values_of": (torch.randint(8, (2, 1, 4, 32), dtype=torch.uint8), torch.rand(2, 1, 4, 1), "e2m1", torch.bfloat16),
     "encode_planes": (
         torch.randn(40, 64),
         "mxfp8_e4m3",
@@ -31,7 +29,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
         torch.bfloat16,
         [None] * 3,
     ),
-    "once": (torch.randn(4, 8).t(),),
     "rotate": (torch.randn(4, 32).bfloat16(),),
     "random_bytes": (SEED.clone(), 5, 32, 0),
     "as_of_now": (torch.randn(5, 16).t(),),

@@ -18,6 +18,7 @@ from tensor_cases import (
     same_parts,
     snapshot,
 )
+from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import duotone
@@ -27,7 +28,7 @@ from duotone.compat.quantizers import Float8CurrentScalingQuantizer, Float8Quant
 from duotone.errors import MissingPlaneError, UserError
 from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer, in_place
 from duotone.tensor.plane_tensor import plain
-from duotone.tensor.traced_writes import encode_traced
+from duotone.tensor.traced_writes import encoded
 
 MX, FP8, HYBRID = QUANTIZERS["mxfp8"], QUANTIZERS["fp8"], QUANTIZERS["nvfp4|mxfp8"]
 X, Y = torch.linspace(-3, 3, 2048).view(32, 64), torch.linspace(5, -5, 2048).view(32, 64).contiguous()
@@ -577,10 +578,11 @@ def test_a_traced_write_of_a_shard_is_one_op_where_ranks_need_not_agree() -> Non
     assert {"fp8_e4m3_tensor", "fp8_e4m3_row", "nvfp4"} <= asking and not asking & {"mxfp8_e4m3", "fp8_e4m3_128x128"}
 
     def parts(x: torch.Tensor) -> list[torch.Tensor]:
-        planes = encode_traced(MX, x, BOTH, QuantizeContext(ShardContext("a group that nobody asks")))
+        planes = encoded(MX, x, BOTH, QuantizeContext(ShardContext("a group that nobody asks")))
         return [part for plane in planes for part in plane.parts.values()]
 
-    calls = make_fx(parts)(x).graph.find_nodes(op="call_function", target=torch.ops.duotone.encode_planes.default)
+    graph = make_fx(dispatch_functionalize(parts))(x).graph  # as AOTAutograd traces
+    calls = graph.find_nodes(op="call_function", target=torch.ops.duotone.encode_planes.default)
     assert len(calls) == 1
     assert all(map(torch.equal, parts(x), [part for plane in MX.encode(x) for part in plane.parts.values()]))
 

@@ -257,26 +257,10 @@ CHUNKED = ChunkedStages()
 
 
 class TracedStages(Stages):
-    """`Stages` of code that is compiled for a CPU: plain, so that the compiler fuses them, except for some ops.
+    """`Stages` of code that is compiled for a CPU: plain, so that the compiler fuses them, except for two ops.
 
-    Inductor would leave out the roundings to bf16 of a rotation. It takes long to compile rotations, random bytes and
-    elements without a dtype of torch. It would compute the scale of a block again for each element.
+    Inductor would leave out the roundings to bf16 of a rotation, and takes long to compile random bytes.
     """
-
-    def cast(self, blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = False) -> Tensor:
-        if _is_slow(element, blocks) or _splits_loops(element, blocks):
-            return torch.ops.duotone.codes_of(blocks.contiguous(), multiplier, None, element.name, marks)
-        return _in_order(partial(elements.cast, element=element, marks=marks), blocks, multiplier)
-
-    def cast_stochastic(self, blocks: Tensor, multiplier: Tensor, bits: Tensor, element: Element) -> Tensor:
-        if _is_slow(element, blocks):
-            return torch.ops.duotone.codes_of(blocks.contiguous(), multiplier, bits, element.name, False)
-        return _in_order(partial(elements.cast_stochastic, element=element), blocks, multiplier, bits)
-
-    def values(self, codes: Tensor, factor: Tensor, element: Element, dtype: torch.dtype) -> Tensor:
-        if _is_slow(element, codes):
-            return torch.ops.duotone.values_of(codes.contiguous(), factor, element.name, dtype)
-        return _in_order(partial(elements.values, element=element, dtype=dtype), codes, factor)
 
     def rotate(self, x: Tensor) -> Tensor:
         return torch.ops.duotone.rotate(x)
@@ -286,51 +270,6 @@ class TracedStages(Stages):
 
 
 TRACED = TracedStages()
-
-
-def _is_many(blocks: Tensor) -> bool:
-    """In a trace: whether there are so many elements that the host time of an op is negligible."""
-    elements = blocks.numel()
-    return not (isinstance(elements, torch.SymInt) or elements < COMPILE_FROM or torch.compiler._is_exporting_flag)
-
-
-def _is_slow(element: Element, blocks: Tensor) -> bool:
-    """Whether separately compiled stages are faster than fused ones of inductor. They are for small elements."""
-    return element.dtype is None and elements.ELEMENTS.get(element.name) is element and _is_many(blocks)
-
-
-def _splits_loops(element: Element, blocks: Tensor) -> bool:
-    """Whether inductor fuses the casts of both planes of a matrix, in fp32, and then fails as it splits their loops."""
-    is_known = elements.ELEMENTS.get(element.name) is element
-    return is_known and blocks.dtype is torch.float32 and blocks.is_cpu and not torch.compiler._is_exporting_flag
-
-
-def _in_order(stage: Callable[..., Tensor], blocks: Tensor, scale: Tensor, *others: Tensor) -> Tensor:
-    """In a trace: an elementwise stage of many blocks in their order of memory, with scales that nothing fuses with."""
-    if not _is_many(blocks):
-        return stage(blocks, scale, *others)
-    if _lies_turned(blocks):
-        return _turn(_in_order(stage, _turn(blocks), _turn(scale), *map(_turn, others)))
-    return stage(blocks, torch.ops.duotone.once(scale.contiguous()), *others)
-
-
-def _codes_of(blocks: Tensor, multiplier: Tensor, bits: Tensor | None, element: str, marks: bool) -> Tensor:
-    stages, of = _stages(blocks.numel()), elements.ELEMENTS[element]
-    if bits is None:
-        return stages.cast(blocks, multiplier, of, marks)
-    return stages.cast_stochastic(blocks, multiplier, bits, of)
-
-
-def _empty_codes(blocks: Tensor, multiplier: Tensor, bits: Tensor | None, element: str, marks: bool) -> Tensor:
-    return torch.empty_like(blocks, dtype=elements.ELEMENTS[element].stored_dtype)
-
-
-def _values_of(codes: Tensor, factor: Tensor, element: str, dtype: torch.dtype) -> Tensor:
-    return _stages(codes.numel()).values(codes, factor, elements.ELEMENTS[element], dtype)
-
-
-def _empty_values(codes: Tensor, factor: Tensor, element: str, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(codes, dtype=dtype)
 
 
 def _rotate(x: Tensor) -> Tensor:
@@ -346,10 +285,5 @@ def _empty_bytes(seed: Tensor, rows: int, cols: int, plane: int) -> Tensor:
 
 
 _BYTES = "random_bytes(Tensor seed, SymInt rows, SymInt cols, int plane) -> Tensor"
-_CODES = "codes_of(Tensor blocks, Tensor multiplier, Tensor? bits, str element, bool marks) -> Tensor"
-_VALUES = "values_of(Tensor codes, Tensor factor, str element, ScalarType dtype) -> Tensor"
-define_op(_CODES, _codes_of, _empty_codes, devices=("CPU",))
-define_op(_VALUES, _values_of, _empty_values, devices=("CPU",))
-define_op("once(Tensor x) -> Tensor", torch.clone, torch.clone, devices=("CPU",))
 define_op("rotate(Tensor x) -> Tensor", _rotate, hadamard.rotate, devices=("CPU",))
 define_op(_BYTES, _random_bytes, _empty_bytes, devices=("CPU",))

@@ -15,6 +15,7 @@ from duotone.tensor.plane import BOTH, Plane, Planes, Usage
 from duotone.tensor.plane_encoder import PlaneEncoder
 from duotone.tensor.plane_tensor import check_source, matrix_shape, plain
 from duotone.tensor.quantized import QuantizedTensor
+from duotone.tensor.traced_writes import encoded
 
 SOURCES = ("original", "rowwise_dequantized")
 
@@ -77,7 +78,7 @@ class Quantizer(PlaneEncoder):
         """`quantize` without a gradient."""
         check_source(x)
         x = plain(x.detach())
-        planes = self.encode(x.reshape(matrix_shape(x.shape)), usage, ctx)
+        planes = encoded(self, x.reshape(matrix_shape(x.shape)), usage, ctx)
         return QuantizedTensor(planes, self, x.shape, x.dtype, device=x.device)
 
     def make_empty(

@@ -1,4 +1,4 @@
-"""Writes of quantized tensors in a graph, as of a compiled optimizer step: one op, which runs the eager cast.
+"""Casts of quantized tensors in a graph, as of a compiled optimizer step: one op, which runs the eager cast.
 
 Inductor's code for two planes of one matrix on a CPU fails for some shapes (torch 2.11 and 2.13).
 """
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from duotone.formats import Format, get
 from duotone.graph_ops import define_op
@@ -33,10 +34,10 @@ def fixed(*scales: Tensor | None) -> tuple[FixedScale | None, FixedScale | None]
     return row, col
 
 
-def encode_traced(quantizer: PlaneEncoder, x: Tensor, usage: Usage, ctx: QuantizeContext) -> Planes:
-    """`encode` of a write in a trace: one op, unless the graph has to see collectives or unknown formats."""
-    formats = quantizer.rowwise, quantizer.columnwise
-    if _shards_agree(formats, ctx) or not quantizer.is_plain or not all(map(_is_registered, formats)):
+def encoded(quantizer: PlaneEncoder, x: Tensor, usage: Usage, ctx: QuantizeContext) -> Planes:
+    """What the quantizer encodes, in a trace by one op, unless the graph has to see collectives or unknown formats."""
+    formats, traces = (quantizer.rowwise, quantizer.columnwise), isinstance(x, FunctionalTensor)
+    if not traces or _shards_agree(formats, ctx) or not quantizer.is_plain or not all(map(_is_registered, formats)):
         return quantizer.encode(x, usage, ctx)
     row, col = (fmt.name if fmt is not None else "" for fmt in formats)
     tensors = *delayed_scales(quantizer, x, usage, ctx), ctx.seed

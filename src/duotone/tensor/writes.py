@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from duotone.capture import is_capturing
 from duotone.comm import ShardContext, agree
@@ -19,7 +18,7 @@ from duotone.tensor.history import clips
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage, encode_over, same_memory
 from duotone.tensor.plane_encoder import PlaneEncoder, encodes_alone
 from duotone.tensor.plane_tensor import Decodable, PlaneTensor, check_source, matrix_shape, plain
-from duotone.tensor.traced_writes import encode_traced
+from duotone.tensor.traced_writes import encoded
 
 
 class Writes(PlaneTensor):
@@ -74,7 +73,7 @@ class Writes(PlaneTensor):
             if keep is None or not self._encode_over(matrix, planes_written, written, ctx, keep):
                 # Zeros record no amax.
                 values = matrix if keep is None else torch.where(keep, torch.zeros_like(matrix), matrix)
-                fresh = _encoded(written, values, planes_written, ctx)
+                fresh = encoded(written, values, planes_written, ctx)
                 self._require_formats(fresh.formats, usage)
                 self._take(fresh, keep)
             self.count_write()
@@ -255,12 +254,6 @@ class Writes(PlaneTensor):
         values = self.dequantize(torch.float32).clone()
         values[index] = plain(value).float() if isinstance(value, Tensor) else value
         self.copy_(values)
-
-
-def _encoded(written: PlaneEncoder, values: Tensor, usage: Usage, ctx: QuantizeContext) -> Planes:
-    if not isinstance(values, FunctionalTensor):
-        return written.encode(values, usage, ctx)
-    return encode_traced(written, values, usage, ctx)
 
 
 class _AgreedSlot(Slot):
