@@ -38,7 +38,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 NUMBERS = (2, 4, 32, 32, 1, 2, 32, 32, 32, 1, 1, 32, 1, 0)
 """Sizes and strides of x (4, 32), a weight (32, 32), a bias (32,) and no seed."""
 OF_MODULES = {"delayed_scale"}
-IN_BACKWARDS = {"roll_after"}
 OF_ROWS = {"differentiable_row", "plain_row", "row", "row_gradients", "stateful_row", "stateful_row_gradients"}
 KEEPING = {"stateful_row_gradients", "storing_row_gradients"}
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -46,7 +45,7 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
 
 def test_every_op_is_checked_here() -> None:
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("duotone::")]
-    checked = PLAIN.keys() | OF_MODULES | OF_ROWS | KEEPING | IN_BACKWARDS
+    checked = PLAIN.keys() | OF_MODULES | OF_ROWS | KEEPING
     assert {name.removeprefix("duotone::") for name in names} == checked
 
 
@@ -63,15 +62,6 @@ def plan_of(m: duotone.Linear, x: torch.Tensor) -> str:
     plan = f"{m.plans.config}_{answers}_{m.recipe.key}_False_True_record_cpu_torch~dfloat32__False__"
     assert hasattr(PLANS, plan)
     return plan
-
-
-@pytest.mark.parametrize("name", sorted(IN_BACKWARDS))
-def test_an_op_that_runs_in_backwards_is_what_its_schema_says(name: str) -> None:
-    op, results = getattr(torch.ops.duotone, name).default, []
-    x, checks = torch.randn(4, requires_grad=True), ("test_schema", "test_faketensor")
-    x.register_hook(lambda dx: results.append(opcheck(op, (dx,), test_utils=checks)))
-    x.sum().backward()
-    assert set(results[0].values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8-delayed"])

@@ -184,9 +184,6 @@ def run_traced_backward(ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> 
     """`run_backward` in a trace. The gradient of x becomes plain: no graph gives its inputs quantized gradients."""
     if torch.compiler._is_exporting_flag:  # nothing was saved: a program has no backward
         return (None,) * len(ctx.needs_input_grad)
-    for stage in ctx.backward_of.stages:
-        if stage.rolls_forward_alone:
-            torch.ops.duotone.roll_after(gradients[0])
     forward, backward, dx, *of_operands = run_backward(ctx, gradients)
     return forward, backward, dx.dequantize() if isinstance(dx, QuantizedTensor) else dx, *of_operands
 

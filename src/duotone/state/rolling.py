@@ -16,7 +16,6 @@ from torch import Tensor
 from duotone.capture import is_capturing
 from duotone.comm import require_same
 from duotone.errors import UserError
-from duotone.graph_ops import STATEFUL, define_op
 from duotone.numbered import never_compiled
 from duotone.state import history, torch_private
 from duotone.state.delayed import STATES, DelayedState, RollTable
@@ -195,10 +194,6 @@ def roll_after(gradient: Tensor) -> None:
     waiting.forget_failed()
     if waiting.end is None:
         waiting.schedule()
-
-
-define_op("roll_after(Tensor gradient) -> ()", roll_after, lambda gradient: None, tags=STATEFUL)
-torch_private.mark_effect("duotone::roll_after")  # graphs take no hooks of tensors inside of them
 
 
 def roll(recorded: Recorded) -> None:
