@@ -455,10 +455,12 @@ def test_what_is_loaded_around_a_conversion_becomes_the_master(before: str, orde
         change()
     values = m.weight.dequantize(torch.float32)
     step(optimizer, 1)
-    assert torch.equal(optimizer.state[m.weight]["master"], values)
+    master = optimizer.state[m.weight]["master"].clone()
+    assert torch.equal(m.weight.dequantize(torch.float32), values)
+    assert (master == values).float().mean() > 0.9  # an element with the same code by chance keeps its master
     duotone.convert_parameters(duotone.convert_parameters(m, "fp8-block"), "mxfp8")
     step(optimizer, 2)
-    assert torch.equal(optimizer.state[m.weight]["master"], values)  # nothing was written
+    assert torch.equal(optimizer.state[m.weight]["master"], master)  # nothing was written
 
 
 def test_values_that_data_is_set_to_replace_the_first_ones() -> None:
