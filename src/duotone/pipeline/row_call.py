@@ -24,7 +24,7 @@ keeps graphs on disk, where a later version of Duotone finds them."""
 
 
 def digest(*content: object) -> str:
-    """A short name for what decides the results of a row, which has a text. It is the same in every process."""
+    """Name what decides the results of a row, by its text, in 16 characters. The name is equal in all processes."""
     return hashlib.sha256(repr((INTERFACE, content)).encode()).hexdigest()[:16]
 
 
