@@ -137,7 +137,7 @@ class AttentionStage(Stage):
         planes = *planes, self._encode_all(self.value, v, Usage(self.call.tracks, True), seed)
         row_scale, col_scale = self._scales_of_weights(next(iter(planes[0][0].parts.values())))
         operands = self._operands([plane for each in planes for plane in each], sizes, backward=False)
-        out, lse = _attend(self, operands, sizes, row_scale, self._blocks(seen, seed, q.dtype))
+        out, lse = _attend(self, operands, row_scale, self._blocks(seen, seed, q.dtype))
         y = from_heads(out.flatten(1, 2), self.call.layout)
         if not self.call.tracks:
             return y, ()
@@ -178,7 +178,7 @@ class AttentionStage(Stage):
         heads = torch.unflatten(dy, -1, (-1, sizes.value_width))
         gradient = self._encode(self.gradient, heads, Usage(True, True), seed)
         operands = self._operands([*planes, *gradient], sizes, backward=True)
-        gradients = _differentiate(self, operands, sizes, lse, scale, self._blocks(seen, seed, dy.dtype))
+        gradients = _differentiate(self, operands, lse, scale, self._blocks(seen, seed, dy.dtype))
         dq, dk, dv = (
             torch.unflatten(from_heads(each.flatten(1, 2), self.call.layout), -1, (-1, each.shape[-1]))
             for each in gradients
@@ -213,7 +213,7 @@ class AttentionStage(Stage):
 
 
 def _attend(
-    stage: AttentionStage, heads: Sequence[EncodedHeads], sizes: Sizes, p_scale: Tensor | None, blocks: Blocks
+    stage: AttentionStage, heads: Sequence[EncodedHeads], p_scale: Tensor | None, blocks: Blocks
 ) -> tuple[Tensor, Tensor]:
     """The output, and log(sum(exp(S))) (*lead, queries, 1), from query, key and value.
 
@@ -222,12 +222,13 @@ def _attend(
     query, key, value = heads
     like = next(iter(next(iter(query.planes.values())).parts.values()))
     if is_predicted(like):
-        return _empty(like, sizes.output, blocks.like), like.new_empty((*sizes.output[:-1], 1), dtype=torch.float32)
+        out = _empty(like, (*query.shape[:-1], value.shape[-1]), blocks.like)
+        return out, like.new_empty((*query.shape[:-1], 1), dtype=torch.float32)
     if stage.forward_kernel and type(like) in PLAIN_TYPES:  # a program of torch.export holds the blocks
         planes = query.planes["rowwise"], key.planes["rowwise"], value.planes["columnwise"]
-        natural, logs = attention.forward(planes, sizes[:-1], p_scale, stage.options(blocks.like), blocks.seen)
-        out = natural.unflatten(2, (sizes.groups, -1)).permute(0, 2, 3, 1, 4)
-        return out, logs.unflatten(1, (sizes.groups, -1)).unsqueeze(-1)
+        natural, logs = attention.forward(planes, _extents(heads), p_scale, stage.options(blocks.like), blocks.seen)
+        out = natural.unflatten(2, (query.shape[1], -1)).permute(0, 2, 3, 1, 4)
+        return out, logs.unflatten(1, (query.shape[1], -1)).unsqueeze(-1)
     q, k, v = query.values("rowwise"), key.values("rowwise"), value.values("columnwise")
     out, lse = attend(q, k, v, blocks, stage.weights, p_scale)
     return as_projected(out.to(blocks.like)), lse
@@ -239,23 +240,18 @@ def as_projected(heads: Tensor) -> Tensor:
 
 
 def _differentiate(
-    stage: AttentionStage,
-    heads: Sequence[EncodedHeads],
-    sizes: Sizes,
-    lse: Tensor,
-    p_scale: Tensor | None,
-    blocks: Blocks,
+    stage: AttentionStage, heads: Sequence[EncodedHeads], lse: Tensor, p_scale: Tensor | None, blocks: Blocks
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, from these, the saved output and its gradient."""
+    query, key, value, out, gradient = heads
     dtype = blocks.like
     if is_predicted(lse):
-        return _empty(lse, sizes.query, dtype), _empty(lse, sizes.key, dtype), _empty(lse, sizes.value, dtype)
+        return _empty(lse, query.shape, dtype), _empty(lse, key.shape, dtype), _empty(lse, value.shape, dtype)
     if stage.backward_kernel and (dtype.itemsize == 2 or lse.is_cpu):
         if stage.backward_kernel != KERNEL and blocks.seen is None:
-            return _torch_backward(stage, heads, sizes, lse, dtype)
+            return _torch_backward(stage, heads, lse, dtype)
         if stage.problem.target.has_large_blocks:
-            return _kernel_backward(stage, heads, sizes, lse, p_scale, blocks)
-    query, key, value, out, gradient = heads
+            return _kernel_backward(stage, heads, lse, p_scale, blocks)
     operands = BackwardOperands(*query.both, *key.both, value.values("rowwise"), *gradient.both)
     rounding = stage.weights, stage.scores_gradient, p_scale
     gradients = differentiate(operands, out.values("rowwise"), lse, blocks, *rounding)
@@ -264,12 +260,7 @@ def _differentiate(
 
 
 def _kernel_backward(
-    stage: AttentionStage,
-    heads: Sequence[EncodedHeads],
-    sizes: Sizes,
-    lse: Tensor,
-    p_scale: Tensor | None,
-    blocks: Blocks,
+    stage: AttentionStage, heads: Sequence[EncodedHeads], lse: Tensor, p_scale: Tensor | None, blocks: Blocks
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The products of backward in the FP8 kernel."""
     problem, gradient = stage.problem, stage.scores_gradient
@@ -281,7 +272,7 @@ def _kernel_backward(
     logs = lse.flatten(1, 2).squeeze(-1)
     query, key, value, out, d_out = heads
     planes = query.planes, key.planes, value.planes, out.planes, d_out.planes
-    arguments = planes, sizes[:-1], problem.native, logs, stage.options(blocks.like), blocks.seen
+    arguments = planes, _extents(heads), problem.native, logs, stage.options(blocks.like), blocks.seen
     if slots:
         if gradient.is_new:
             *_, peak = attention.backward(rounding, *arguments)
@@ -291,19 +282,24 @@ def _kernel_backward(
     *gradients, peak = attention.backward(rounding, *arguments)
     for slot in slots:
         slot.scale_for(peak.view(1, 1))
-    dq, dk, dv = (each.unflatten(2, (sizes.groups, -1)).permute(0, 2, 3, 1, 4) for each in gradients)
+    dq, dk, dv = (each.unflatten(2, (query.shape[1], -1)).permute(0, 2, 3, 1, 4) for each in gradients)
     return dq, dk, dv
 
 
 def _torch_backward(
-    stage: AttentionStage, heads: Sequence[EncodedHeads], sizes: Sizes, lse: Tensor, dtype: torch.dtype
+    stage: AttentionStage, heads: Sequence[EncodedHeads], lse: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The products of backward in high precision, on the values of the planes."""
     q, k, v, out, gradient = (each.rows(dtype).flatten(1, 2) for each in heads)
     logs = lse.flatten(1, 2).squeeze(-1)
     dq, dk, dv = attention.torch_backward(gradient, (q, k, v), out, logs, stage.options(dtype))
-    of_query, of_key, of_value = (as_projected(each.unflatten(1, (sizes.groups, -1))) for each in (dq, dk, dv))
+    of_query, of_key, of_value = (as_projected(each.unflatten(1, (heads[0].shape[1], -1))) for each in (dq, dk, dv))
     return of_query, of_key, of_value
+
+
+def _extents(heads: Sequence[EncodedHeads]) -> tuple[int, ...]:
+    """The sizes that kernels take: batch, groups, heads of a group, queries, keys and width."""
+    return *heads[0].shape[:4], *heads[1].shape[3:]
 
 
 def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +26,14 @@ from duotone.numbered import ByName, Numbered, constant_in_traces
 from duotone.pipeline.autograd import RUNNER, Backward, Refused, is_transformed
 from duotone.pipeline.entry import apply_in_graph
 from duotone.pipeline.op import is_autocast
-from duotone.pipeline.row_call import RowPart, digest
+from duotone.pipeline.row_call import RowPart, digest_of
 from duotone.pipeline.rows import PARTS, Held, Part, Rows
 from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import AMAX_MODES, AmaxMode, mode_now, traced_mode
 from duotone.state.rolling import roll_after
 from duotone.state.torch_private import specialized
-from duotone.tensor.context import Slot
-from duotone.tensor.quantizer import TRACED, Quantizer, name_quantizer, quantizer_of
+from duotone.tensor.quantizer import TRACED, name_quantizer, quantizer_of
 
 
 class Alike:
@@ -235,9 +235,10 @@ def _name_part(number: str, dtype: str, words: tuple[str, ...], *fields: object)
     key = call, dtype, words
     if key not in alike.names:
         module = _module(number)
-        delayed = module.formats(recipe_of(call.recipe), call.device, call.ranks).delayed()
-        stage = build(module, call, {tensor: _shape_slots(quantizer) for tensor, quantizer in delayed.items()})
-        name = alike.names[key] = f"attention_{number}@{digest(stage.words, *key)}"
+        delayed = module.formats(recipe_of(call.recipe), call.device, call.ranks).delayed().items()
+        slots: Any = {name: tuple([ShapeSlot() if each else None for each in q.delayed]) for name, q in delayed}
+        stage = build(module, call, slots)
+        name = alike.names[key] = f"attention_{number}@{digest_of(stage.words, *key)}"
         operands = zip((stage.query, stage.key, stage.value), words, strict=True)
         like = getattr(torch, dtype.removeprefix("torch."))
         held = [Held(getattr(TRACED, name_quantizer(each)), like) if each else None for each in words]
@@ -253,11 +254,6 @@ def _name_part(number: str, dtype: str, words: tuple[str, ...], *fields: object)
         )
         setattr(alike.traced, name, replace(stage, row_part=RowPart(name).text))
     return alike.names[key]
-
-
-def _shape_slots(quantizer: Quantizer) -> tuple[Slot | None, Slot | None]:
-    row, col = (ShapeSlot() if is_delayed else None for is_delayed in quantizer.delayed)
-    return row, col
 
 
 def _of_number(call: Call, number: str) -> AttentionStage:

@@ -15,7 +15,7 @@ from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plane_source import ENCODE_NOW, HIGH_PRECISION, USE_HELD
-from duotone.pipeline.row_call import digest as digest_of
+from duotone.pipeline.row_call import digest_of
 from duotone.pipeline.titles import title
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, TENSOR_TYPES, QuantizerRole, Site
@@ -226,7 +226,7 @@ class LinearPlan:
 
     @property
     def digest(self) -> str:
-        """See `row_call.digest`."""
+        """A name of what decides the results of its rows: see `digest_of`."""
         formats = [fmt and fmt.node_name for q in self.quantizers.values() for fmt in (q.rowwise, q.columnwise)]
         operands = [vars(each) for each in self.operands.values()]
         rules = [gemm.rule for gemm in self.gemms]

@@ -42,8 +42,8 @@ def _run(
     """y and what is kept. See `RowCall` for the last two arguments."""
     call = RowCall.of(text)
     row, structures = row_of(call.names, handles, True)
-    arguments = call.codes, call.sources, call.quantized_sizes(symbols)
-    outputs, structure = row.forward(call.whole(x, operands, rows_below), arguments, (call.choice, arguments[2]))
+    sizes, tensors = call.quantized_sizes(symbols), call.whole(x, operands, rows_below)
+    outputs, structure = row.forward(tensors, (call.codes, call.sources, sizes), (call.choice, sizes))
     if row.keeps:
         y, *kept = outputs
         return [y, Token.of(ForBackward(row, structure, kept, x.device))]

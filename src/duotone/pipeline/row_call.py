@@ -23,7 +23,7 @@ INTERFACE = RUN, DIFFERENTIATE, 3
 keeps graphs on disk, where a later version of Duotone finds them."""
 
 
-def digest(*content: object) -> str:
+def digest_of(*content: object) -> str:
     """Name what decides the results of a row, by its text, in 16 characters. The name is equal in all processes."""
     return hashlib.sha256(repr((INTERFACE, content)).encode()).hexdigest()[:16]
 
