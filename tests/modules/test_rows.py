@@ -174,13 +174,12 @@ def test_a_compiled_step_leaves_no_tensor_to_pythons_garbage_collector(kind: str
     run = torch.compile(module, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 16, 1, 32, requires_grad=True)
 
+    inputs, options = (x,) * (3 if kind == "attention" else 1), {}
+    if kind == "cached":
+        options["is_first_microbatch"] = True
+
     def step() -> None:
-        y = (
-            run(x, x, x)
-            if kind == "attention"
-            else run(x, **({"is_first_microbatch": True} if kind == "cached" else {}))
-        )
-        y.sum().backward()
+        run(*inputs, **options).sum().backward()
         module.zero_grad()
 
     for _ in range(4):

@@ -446,7 +446,7 @@ def test_what_is_loaded_around_a_conversion_becomes_the_master(before: str, orde
     m = duotone.convert_parameters(m, before)
     optimizer = AdamW(m.parameters(), lr=0.0, weight_decay=0.0, master_weights=True)
     step(optimizer, 0)
-    x = torch.randn(32, 32).bfloat16()
+    x = 64 + torch.randn(32, 32).bfloat16()  # no old master rounds to such a value, and is kept by chance
     changes = [
         lambda: duotone.convert_parameters(m, "fp8-current"),
         lambda: m.load_state_dict({"weight": x}, strict=False),
@@ -455,12 +455,10 @@ def test_what_is_loaded_around_a_conversion_becomes_the_master(before: str, orde
         change()
     values = m.weight.dequantize(torch.float32)
     step(optimizer, 1)
-    master = optimizer.state[m.weight]["master"].clone()
-    assert torch.equal(m.weight.dequantize(torch.float32), values)
-    assert (master == values).float().mean() > 0.9  # an element with the same code by chance keeps its master
+    assert torch.equal(optimizer.state[m.weight]["master"], values)
     duotone.convert_parameters(duotone.convert_parameters(m, "fp8-block"), "mxfp8")
     step(optimizer, 2)
-    assert torch.equal(optimizer.state[m.weight]["master"], master)  # nothing was written
+    assert torch.equal(optimizer.state[m.weight]["master"], values)  # nothing was written
 
 
 def test_values_that_data_is_set_to_replace_the_first_ones() -> None:

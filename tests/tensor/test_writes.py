@@ -27,8 +27,8 @@ from duotone.comm import ShardContext
 from duotone.compat.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer
 from duotone.errors import MissingPlaneError, UserError
 from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer, in_place
+from duotone.tensor.graph_casts import encoded
 from duotone.tensor.plane_tensor import plain
-from duotone.tensor.traced_writes import encoded
 
 MX, FP8, HYBRID = QUANTIZERS["mxfp8"], QUANTIZERS["fp8"], QUANTIZERS["nvfp4|mxfp8"]
 X, Y = torch.linspace(-3, 3, 2048).view(32, 64), torch.linspace(5, -5, 2048).view(32, 64).contiguous()

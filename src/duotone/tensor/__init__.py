@@ -1,6 +1,6 @@
 """Planes, quantizers and the one tensor subclass that carries two planes."""
 
-from duotone.tensor import aten_ops, pickling, traced_writes  # noqa: F401 (fill tables)  # pyright: ignore[reportUnusedImport]
+from duotone.tensor import aten_ops, graph_casts, pickling  # noqa: F401 (fill tables)  # pyright: ignore[reportUnusedImport]
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.history import History
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage

@@ -11,13 +11,11 @@ from duotone.errors import UserError
 from duotone.formats import get
 from duotone.numbered import ByName, attribute_name, constant_in_traces
 from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.graph_casts import encoded
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage
 from duotone.tensor.plane_encoder import PlaneEncoder
 from duotone.tensor.plane_tensor import check_source, matrix_shape, plain
 from duotone.tensor.quantized import QuantizedTensor
-from duotone.tensor.traced_writes import encoded
-
-SOURCES = ("original", "rowwise_dequantized")
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from duotone.comm import ShardContext
 from duotone.errors import MissingPlaneError
 from duotone.formats import get
 from duotone.tensor.context import QuantizeContext
+from duotone.tensor.graph_casts import delayed_scales, fixed
 from duotone.tensor.history import History
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantized import QuantizedTensor
 from duotone.tensor.quantizer import Quantizer
-from duotone.tensor.traced_writes import delayed_scales, fixed
 
 HISTORY_FIELDS = tuple(field.name for field in dataclasses.fields(History))
 

@@ -14,11 +14,11 @@ from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import Format
 from duotone.formats.elements import divide
 from duotone.tensor.context import LOCAL, NO_AMAXES, Amaxes, QuantizeContext, Slot
+from duotone.tensor.graph_casts import encoded
 from duotone.tensor.history import clips
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage, encode_over, same_memory
 from duotone.tensor.plane_encoder import PlaneEncoder, encodes_alone
 from duotone.tensor.plane_tensor import Decodable, PlaneTensor, check_source, matrix_shape, plain
-from duotone.tensor.traced_writes import encoded
 
 
 class Writes(PlaneTensor):
