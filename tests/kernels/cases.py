@@ -95,7 +95,7 @@ def launched(name: str, call: Callable[[], object]) -> list[Case]:
         label = f"{name}: {launch.function.__name__}" if results else name
         results.append(Case(label, launch.function, types, constants, *rest))
 
-    with mock.patch.multiple(Launch, __call__=record, repeated=lambda *launch: None):
+    with mock.patch.object(Launch, "__call__", record):
         call()
     return results
 

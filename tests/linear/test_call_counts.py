@@ -77,7 +77,7 @@ NOWHERE = itertools.count(1000)
 def test_a_steady_step_on_a_card_keeps_to_its_calls(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that passes for a card: launches do nothing, products only allocate."""
     pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
-    from duotone.kernels import amax, launch, repeated_cast
+    from duotone.kernels import launch
 
     number = next(NOWHERE)
     hopper, empty = Target("cuda", (9, 0), (13, 0)), torch._C._dynamo.guards._empty_strided_cpu  # type: ignore
@@ -87,8 +87,7 @@ def test_a_steady_step_on_a_card_keeps_to_its_calls(recipe: str, monkeypatch: py
 
     for module in (casts, history):
         monkeypatch.setattr(module, "runs_kernels", lambda index: True)
-    for module in (allocate, amax, repeated_cast):
-        monkeypatch.setattr(module, "empty_cuda", empty)
+    monkeypatch.setattr(allocate, "empty_cuda", empty)
     for name, value in (("_cuda_getDevice", lambda: number), ("_cuda_getCurrentRawStream", lambda index: 0)):
         monkeypatch.setattr(torch._C, name, value, raising=False)
     for name in ("_scaled_mm", "_scaled_mm_v2"):

@@ -4,15 +4,15 @@
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from duotone.allocate import allocator, empty_cuda
-from duotone.kernels.launch import Launch, kernel
+from duotone.allocate import allocator
+from duotone.kernels.launch import kernel
 
 PARTIALS = 512
 """The most programs of `tensor_amax`. Each leaves one partial amax, and the reader takes their maximum."""
@@ -184,63 +184,9 @@ def line_amax(x: Tensor, nan: bool = False) -> tuple[Tensor, Tensor]:
     """The bits, int32 (M or more,) and (K or more,), of the amaxes of the rows and of the columns of contiguous `x`;
     `nan` as of `tensor_amax`."""
     m, k = x.shape
-    sizes = _line_sizes(m, k)
+    sizes = [-(-size // ALIGNED) * ALIGNED for size in (m, k)]
     rows, cols = torch.zeros(sum(sizes), dtype=torch.int32, device=x.device).split(sizes)
-    launch, programs = _line_launch(m, k, nan)
-    launch(programs, (x, rows, cols), (m, k))
-    return rows, cols
-
-
-def _line_sizes(m: int, k: int) -> tuple[int, int]:
-    return -(-m // ALIGNED) * ALIGNED, -(-k // ALIGNED) * ALIGNED
-
-
-def _line_launch(m: int, k: int, nan: bool) -> tuple[Launch, int]:
-    """The launch for matrices (M, K), and its programs."""
     across = -(-k // ACROSS)
     span = next((span for span in SPANS if m // span * across >= LEAST_PROGRAMS), SPANS[-1])
-    return _LINES[span, nan], -(-m // span) * across
-
-
-Amaxes = tuple[int, int, Tensor]
-"""Addresses of the amaxes that the rowwise and the columnwise plane read, and the tensor that holds their memory."""
-
-
-def repeated_tensor_amax(x: Tensor) -> Callable[[int], Amaxes] | None:
-    """`tensor_amax` as a function of the address of a matrix like `x`. None as of `Launch.repeated`."""
-    programs = min(-(-x.numel() // CHUNK), PARTIALS)
-    buffer = (programs,), (1,), torch.float32
-    repeat = _TENSOR[False].repeated(programs, (x, torch.empty(programs, device=x.device)), (x.numel(),))
-    if repeat is None:
-        return None
-
-    def measure(address: int) -> Amaxes:
-        partial = empty_cuda(*buffer)
-        at = partial.data_ptr()
-        repeat(address, at)
-        return at, at, partial
-
-    return measure
-
-
-def repeated_line_amax(x: Tensor) -> Callable[[int], Amaxes] | None:
-    """`line_amax` as a function of the address of a matrix like `x`. None as of `Launch.repeated`.
-
-    Each call fills its own zeros: memory that outlives a call may not lie in the pool of a CUDA graph.
-    """
-    shape, device = x.shape, x.device
-    of_rows, of_cols = sizes = _line_sizes(*shape)
-    launch, programs = _line_launch(*shape, False)
-    pair = torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-    repeat = launch.repeated(programs, (x, *pair), tuple(shape))
-    if repeat is None:
-        return None
-
-    def measure(address: int) -> Amaxes:
-        bits = torch.zeros(of_rows + of_cols, dtype=torch.int32, device=device)
-        rows = bits.data_ptr()
-        cols = rows + of_rows * bits.itemsize
-        repeat(address, rows, cols)
-        return rows, cols, bits
-
-    return measure
+    _LINES[span, nan](-(-m // span) * across, (x, rows, cols), (m, k))
+    return rows, cols

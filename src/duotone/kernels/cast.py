@@ -10,15 +10,13 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.overrides import has_torch_function_unary
 
-from duotone.allocate import allocator
+from duotone.allocate import Allocate, allocator
 from duotone.formats import ScaleCodec
 from duotone.kernels.activations import GATED_SLOPE, NO_NORM, NORMED, NOTHING, FusedProducer, materialize
-from duotone.kernels.amax import PARTIALS, line_amax, repeated_line_amax, repeated_tensor_amax, tensor_amax
+from duotone.kernels.amax import PARTIALS, line_amax, tensor_amax
 from duotone.kernels.elements import E2M1, ELEMENTS
 from duotone.kernels.launch import Constants, Launch
-from duotone.kernels.repeated_cast import Allocations, MaybeParts, RepeatedCast, repeated_cast
 from duotone.kernels.scaling import CODECS, HIDES
 from duotone.kernels.tile_scales import ABSENT, BLOCK, LINE, OUTSIDE, SHARED, TENSOR
 from duotone.kernels.tiles import cast_kernel
@@ -42,22 +40,18 @@ class PlaneSpec(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Sizes and strides of the codes and of the scales of a plane."""
+    """Sizes and strides of the codes and of the scales of a plane, and the dtype of the scales."""
 
     codes: tuple[int, int]
     codes_stride: tuple[int, int]
     scale: tuple[int, ...]
     scale_stride: tuple[int, ...]
     dtype: torch.dtype
-    """Of the scales."""
-    element: torch.dtype
-    """Of `typed` codes; others are uint8."""
 
-    def allocations(self, typed: bool, shares_scale: bool) -> Allocations:
-        """Size, stride and dtype of the codes, and of the scales unless another plane has them."""
-        scale = self.scale, self.scale_stride, self.dtype
-        codes = self.codes, self.codes_stride, self.element if typed else torch.uint8
-        return codes, None if shares_scale else scale
+    def parts(self, empty: Allocate, scale: Tensor | None = None) -> dict[str, Tensor]:
+        """Uninitialised parts. `scale`: that of another plane, if both share it."""
+        codes = empty(self.codes, self.codes_stride, torch.uint8)
+        return {"codes": codes, "scale": empty(*self[2:]) if scale is None else scale}
 
 
 LINEAR, NARROW, BLOCKED = (64, 128, 4), (32, 128, 1), (128, 128, 4)
@@ -73,6 +67,7 @@ GATED = {LINEAR: (64, 64, 4), NARROW: (32, 128, 4), BLOCKED: (128, 128, 8)}
 SHAPES = 1024
 """How many shapes a cast remembers."""
 
+MaybeParts = dict[str, Tensor] | None
 Scales = tuple[Tensor | None, Tensor | None]
 NOT_KNOWN: Scales = (None, None)
 
@@ -94,7 +89,6 @@ class Cast:
         self.tile = _tile(self.sources, row, col)
         self.floats = *_limits(row), *_limits(col)
         self._bound, self._prepared = cache(self._bind), lru_cache(maxsize=SHAPES)(self._prepare)
-        self._repeated: dict[tuple[object, ...], RepeatedCast] = {}
 
     def __call__(
         self,
@@ -111,17 +105,8 @@ class Cast:
         - `amaxes`: those that are known, for each plane: partial ones of x, or those of its lines, fp32.
         - `typed`: codes have the dtype of the element, if torch has it, instead of uint8.
         """
-        key = None
-        if amaxes[0] is None is amaxes[1] and not has_torch_function_unary(x):
-            address, index = x.data_ptr(), x.get_device()
-            key = x.shape, x.dtype, live is None, address & 15, index, typed
-            repeated = self._repeated.get(key)
-            if repeated is not None and index == torch._C._cuda_getDevice():
-                return repeated(address, *scales, live)
         scales, count = self._amaxes(x, scales, amaxes)
         row, col = self._enqueue((x, None, *NO_NORM), x.shape, (NOTHING.value, 0), (*scales, live), count)
-        if key is not None:
-            self._remember(key, x, (row, col), (*scales, live), count, typed)
         return (_typed(row, self.row), _typed(col, self.col)) if typed else (row, col)
 
     def measure(self, x: Tensor, dim: int) -> tuple[Scales, list[bool]]:
@@ -138,30 +123,6 @@ class Cast:
         if self.needs_lines:
             scales = self._with(scales, LINE.value, *lines(x, self.sources, amaxes))
         return scales, count
-
-    def _remember(
-        self,
-        key: tuple[object, ...],
-        x: Tensor,
-        planes: tuple[MaybeParts, MaybeParts],
-        sources: tuple[Tensor | None, ...],
-        count: int,
-        typed: bool,
-    ) -> None:
-        """Keep what repeats the cast that has just run, for matrices of the same shape."""
-        m, k = x.shape
-        launch, programs, of_row, of_col = self._prepared(m, k, sources[2] is not None, (NOTHING.value, 0))
-        tensors = (x, None, *NO_NORM, *_flat(planes), *sources, None)
-        repeat = launch.repeated(programs, tensors, (m, k, count), self.floats)
-        if repeat is None or (self.needs_amax and self.needs_lines):
-            return
-        measure = repeated_tensor_amax(x) if self.needs_amax else repeated_line_amax(x) if self.needs_lines else None
-        measured = tuple([source in (TENSOR.value, LINE.value) for source in self.sources])
-        row = None if of_row is None else of_row.allocations(typed, shares_scale=False)
-        col = None if of_col is None else of_col.allocations(typed, self.shares_scale)
-        if len(self._repeated) >= SHAPES:
-            self._repeated.clear()
-        self._repeated[key] = repeated_cast(repeat, measure, measured, row, col)
 
     def over(
         self,
@@ -233,22 +194,11 @@ class Cast:
     ) -> tuple[MaybeParts, MaybeParts]:
         m, k = shape
         launch, programs, of_row, of_col = self._prepared(m, k, sources[2] is not None, what)
-        row = col = row_codes = row_scale = col_codes = col_scale = None
         assert inputs[0] is not None
         empty = allocator(inputs[0])
-        if of_row is not None:
-            size, stride, *of_scale, _ = of_row
-            row_codes, row_scale = empty(size, stride, torch.uint8), empty(*of_scale)
-            row = {"codes": row_codes, "scale": row_scale}
-        if of_col is not None:
-            size, stride, *of_scale, _ = of_col
-            col_codes, col_scale = (
-                empty(size, stride, torch.uint8),
-                row_scale if self.shares_scale else empty(*of_scale),
-            )
-            col = {"codes": col_codes, "scale": col_scale}
-        tensors = (*inputs, row_codes, row_scale, col_codes, col_scale, *sources, None)
-        launch(programs, tensors, (m, k, count), self.floats)
+        row = None if of_row is None else of_row.parts(empty)
+        col = None if of_col is None else of_col.parts(empty, row["scale"] if row and self.shares_scale else None)
+        launch(programs, (*inputs, *_flat((row, col)), *sources, None), (m, k, count), self.floats)
         return row, col
 
     def _prepare(
@@ -363,15 +313,13 @@ def _buffers(spec: PlaneSpec | None, m: int, k: int) -> Buffers | None:
     width = -(-k // 2) if ELEMENTS[spec.element] == E2M1.value else k
     dtype = torch.uint8 if spec.codec is ScaleCodec.E8M0 else torch.float32
     if spec.rows == 0:
-        return Buffers((m, width), (width, 1), (1,), (1,), dtype, _element(spec))
+        return Buffers((m, width), (width, 1), (1,), (1,), dtype)
     down, across = -(-m // spec.rows), -(-k // spec.cols) if spec.cols else 1
     stride = (1, down) if spec.rows == 1 and across > 1 else (across, 1)
-    return Buffers((m, width), (width, 1), (down, across), stride, dtype, _element(spec))
-
-
-def _element(spec: PlaneSpec) -> torch.dtype:
-    return spec.element if isinstance(spec.element, torch.dtype) else torch.uint8
+    return Buffers((m, width), (width, 1), (down, across), stride, dtype)
 
 
 def _typed(parts: MaybeParts, spec: PlaneSpec | None) -> MaybeParts:
-    return parts and spec and {**parts, "codes": parts["codes"].view(_element(spec))}
+    if parts is None or spec is None or isinstance(spec.element, str):
+        return parts
+    return {**parts, "codes": parts["codes"].view(spec.element)}

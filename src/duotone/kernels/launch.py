@@ -104,29 +104,6 @@ class Launch:
         function, before = self._of(tensors, integers, floats, (), tensors[0].get_device())[0]
         return function, before, (*integers, *floats, *self._nothing)
 
-    def repeated(
-        self,
-        programs: int,
-        tensors: tuple[Tensor | None, ...],
-        integers: tuple[int, ...],
-        floats: tuple[float, ...] = (),
-    ) -> "Repeat | None":
-        """This call again, for other addresses of the same alignments, in half the host time.
-
-        None if kernels are called by Triton's own call. All tensors, of later calls too, lie on the current device.
-        """
-        index = tensors[0].get_device()
-        fixed = self.fixed(tensors, integers, floats)
-        if fixed is None or index != torch._C._cuda_getDevice():
-            return None
-        enqueue, before, after = fixed
-        stream = torch._C._cuda_getCurrentRawStream
-
-        def repeat(*addresses: int | None) -> None:
-            enqueue(programs, 1, 1, stream(index), *before, *addresses, *after)
-
-        return repeat
-
     def _of(
         self,
         tensors: tuple[Tensor | None, ...],
@@ -176,8 +153,6 @@ def _mapped(wrapper: FunctionType, maps: Sequence[dict[str, int]], before: int) 
     return launch
 
 
-Repeat = Callable[..., None]
-"""Takes the addresses of the tensors, in order."""
 Compiled = tuple[Callable[..., None], tuple[object, ...]]
 """What enqueues a compiled kernel, and its arguments between the stream and those of the kernel."""
 
