@@ -56,6 +56,7 @@ class ScaledActivationStage(Stage):
 
     activation: Activation
     keeps: bool
+    row_part: str = ""
     arity = (1,)
     refusal = ""
 
@@ -103,10 +104,11 @@ class ActivationOp(Op, nn.Module):
         self._by_keeps = {keeps: self._stage(function, keeps) for keeps in (False, True)}
 
     def _stage(self, function: Activation, keeps: bool) -> Stage:
-        stage = self.stage_type(function, keeps)
-        if not stage.is_bindable:
+        stage, alone = self.stage_type(function, keeps), self.stage_type is ScaledActivationStage
+        if not function.kernel:  # of a user, who may give two functions one name
             return stage
-        return in_parts(stage, f"{self.kind} {sorted(self.params.items())} {keeps}", (keeps,), keeps)
+        name = f"{self.kind} {sorted(self.params.items())} {keeps}{' scaled' * alone}"
+        return in_parts(stage, name, (keeps,), keeps, is_home=alone)
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in super().__getstate__().items() if name != "_by_keeps"}

@@ -13,6 +13,7 @@ from duotone.errors import UserError
 from duotone.linear.core import as_matrix
 from duotone.modules.weights import materialise
 from duotone.pipeline.op import Op, TensorInfo
+from duotone.pipeline.rows import in_parts
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 
 if TYPE_CHECKING:
@@ -260,6 +261,7 @@ class CollectiveStage(Stage):
     group: str
     collective: Collective
     adjoint: Collective
+    row_part: str = ""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Saved]:
         return self.collective(x, self.group), ()
@@ -273,7 +275,9 @@ class _Collective(BasicOp):
 
     def __init__(self, process_group: "ProcessGroup") -> None:
         super().__init__()
-        self.stage = CollectiveStage(process_group.group_name, *self.pair)
+        group = process_group.group_name
+        stage = CollectiveStage(group, *self.pair)
+        self.stage = in_parts(stage, f"{type(self).__name__} of group {group}", (False,), True, is_home=True)
 
     def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
         return self.stage, info._replace(rows=None, quantizer=None)

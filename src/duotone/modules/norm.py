@@ -102,9 +102,9 @@ class NormOp(Op):
 
     def _stage(self, keeps: bool) -> NormStage:
         stage = NormStage(NORMS[self.kind], self.eps, self.zero_centered, keeps)
-        if self.zero_centered:
-            return stage  # its gamma may have another dtype than its gradient in a row
-        return in_parts(stage, f"{self.kind} {self.eps} {keeps}", (keeps, keeps, keeps), keeps)
+        # The gamma of a zero-centered norm may have another dtype than its gradient in a row.
+        name, alone = f"{self.kind} {self.eps} {keeps}{' zero-centered' * self.zero_centered}", self.zero_centered
+        return in_parts(stage, name, (keeps, keeps, keeps), keeps, is_home=alone)
 
     def parameters(self) -> Parameters:
         """(gamma, beta), None for one that the module does not have."""

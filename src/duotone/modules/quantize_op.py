@@ -149,7 +149,7 @@ def _name_stage(recipe: str, forward: Role, backward: Role, columnwise: bool) ->
         # torch keeps graphs on disk, and a quantizer of a user may be another one in a later process.
         words = ["" if each is None else each.words if each.is_fixed else str(uuid4()) for each in (x, dy)]
         key = " ".join(("quantize", *words, str(columnwise), str(stage.propagate)))
-        setattr(stages, name, in_parts(stage, key, (False, True), True, x is not None))
+        setattr(stages, name, in_parts(stage, key, (False, True), True, gives_quantized=x is not None))
     return name
 
 

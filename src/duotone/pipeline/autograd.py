@@ -24,6 +24,7 @@ from duotone.tensor import QuantizedTensor
 Outputs = Tensor | tuple[Any, ...]
 """y, or (y, *extra outputs)."""
 
+
 is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
 are_transforms_active = torch._C._are_functorch_transforms_active
 
@@ -142,7 +143,7 @@ def run_backward(
     saved = unpack(ctx.shells, ctx.saved_tensors if tensors is None else tensors)
     if ctx.backward_of.again is not None:
         del saved[-1]  # what second derivatives need
-    if len(stages) > 1 and tensors is None and not torch.compiler.is_dynamo_compiling():
+    if len(stages) > 1 and tensors is None and ctx.backward_of.again is not None:
         # Unless the graph is kept, the saved tensors of a stage are freed before the next stage runs.
         ctx.maybe_clear_saved_tensors()
     return None, None, *differentiate(stages, [gradients[0]], gradients[1 : 1 + ctx.extra], saved, needs)
@@ -200,20 +201,6 @@ def apply_eagerly(forward: Stages, backward: Backward, x: Tensor, *operands: obj
         return _apply(forward, backward, _unwrap(x), *operands)
     finally:
         FORWARD.is_alone = around
-
-
-def apply_traced(forward: Stages, backward: Backward, *operands: object) -> Outputs:
-    """`PipelineFunction.apply` in a trace. Dynamo takes no tensor twice: one that comes again is a view.
-
-    Backward reaches the newest view first, so views in reverse add gradients in the order of eager code. Dynamo knows
-    no planes of views, so of a quantized tensor that comes again the values come.
-    """
-    distinct = list(operands)
-    for at in reversed(range(len(operands))):
-        operand = operands[at]
-        if isinstance(operand, Tensor) and any(operands[i] is operand for i in range(at)):
-            distinct[at] = operand.dequantize() if isinstance(operand, QuantizedTensor) else operand.view_as(operand)
-    return PipelineFunction.apply(forward, backward, *distinct)
 
 
 class Runner:

@@ -14,7 +14,7 @@ from duotone.allocate import rows_below
 from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, as_of_now, define_op
 from duotone.numbered import constant_in_traces
-from duotone.pipeline.autograd import Backward, Outputs, PipelineFunction, apply_traced
+from duotone.pipeline.autograd import Backward, Outputs, PipelineFunction
 from duotone.pipeline.row_call import DIFFERENTIATE, PLAIN, RUN, RowCall, numbers_of
 from duotone.pipeline.rows import (
     MOST,
@@ -207,11 +207,20 @@ def apply_in_graph(stages: Stages, ops: Sequence[HasHandle], x: Tensor, *operand
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
+def _replayed(run: Stages, x: Tensor, operands: Sequence[Any]) -> list[Tensor]:
+    """The outputs of stages in operations that compilers differentiate."""
+    outputs, at = [x], 0
+    for stage in run:
+        end = at + sum(stage.arity)
+        y, *extra = stage.replay(outputs[0], operands[at:end], None)
+        outputs, at = [y, *outputs[1:], *extra], end
+    return outputs
+
+
 def _apply_run(kind: str, run: Stages, ops: Sequence[HasHandle], x: Tensor, operands: Sequence[Any]) -> Sequence[Any]:
     """The outputs of a run of stages, of a kind of `first_run`."""
     if not kind:
-        y = apply_traced(run, Backward(run), x, *operands)
-        return y if isinstance(y, tuple) else (y,)
+        return _replayed(run, x, operands)
     row, pairs = SEPARATOR.join([stage.row_part for stage in run]), [*zip(ops, run, strict=True)]
     if kind == "row" and not torch.compiler._is_exporting_flag:
         handles = [op.handle for op, stage in pairs if stage.has_owner]

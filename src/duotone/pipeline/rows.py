@@ -151,9 +151,9 @@ PARTS: dict[str, Part] = {}
 """By the names in graphs."""
 
 
-def in_parts(stage: S, name: str, sources: tuple[bool, ...], input_grad: bool, gives_quantized: bool = False) -> S:
-    """A stage without states that can be part of rows under a name. Equal names are of equal stages."""
-    PARTS.setdefault(name, Part(stage, sources=sources, input_grad=input_grad, gives_quantized=gives_quantized))
+def in_parts(stage: S, name: str, sources: tuple[bool, ...], input_grad: bool, **others: bool) -> S:
+    """A stage without states that graphs hold under a name. Equal names are of equal stages. `others`: of `Part`."""
+    PARTS.setdefault(name, Part(stage, sources=sources, input_grad=input_grad, **others))  # type: ignore[arg-type]
     return replace(stage, row_part=RowPart(name).text)  # type: ignore[type-var]
 
 
