@@ -12,7 +12,8 @@ from duotone.attention.masks import packed
 from duotone.attention.ranks import Ranks
 from duotone.dispatch.casts import has_kernels
 from duotone.errors import UserError
-from duotone.pipeline.autograd import is_legacy_batched, is_transformed
+from duotone.pipeline.autograd import is_transformed
+from duotone.state.torch_private import is_legacy_batched
 
 
 class Rotation(NamedTuple):

@@ -18,15 +18,11 @@ from duotone.pipeline.row_call import RowPart
 from duotone.pipeline.second_order import Exact
 from duotone.pipeline.stage import Gradients, Needs, Saved, SavedContext, Shells, Stages, pack, unpack
 from duotone.state.frames import FORWARD
-from duotone.state.torch_private import is_asked
+from duotone.state.torch_private import are_transforms_active, is_asked, is_legacy_batched
 from duotone.tensor import QuantizedTensor
 
 Outputs = Tensor | tuple[Any, ...]
 """y, or (y, *extra outputs)."""
-
-
-is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
-are_transforms_active = torch._C._are_functorch_transforms_active
 
 
 class PipelineContext(SavedContext):

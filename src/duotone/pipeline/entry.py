@@ -32,7 +32,7 @@ from duotone.pipeline.rows import (
 from duotone.pipeline.saved_forwards import ForBackward, Token, forward_of
 from duotone.pipeline.stage import AUTOGRAD, ELSEWHERE_WITH_ZEROS, Stages
 from duotone.state.rolling import roll_after
-from duotone.state.torch_private import mark_effect
+from duotone.state.torch_private import call_directly, mark_effect
 from duotone.tensor import QuantizedTensor
 
 
@@ -101,6 +101,8 @@ def _gradient_shapes(
 for _name, _tags in (("row", ()), ("stateful_row", STATEFUL)):
     define_op(f"{_name}{RUN}", _run, _shapes, tags=_tags)
     define_op(f"{_name}_gradients{DIFFERENTIATE}", _gradients, _gradient_shapes, tags=_tags)
+    for _end, _kernel in (("", _run), ("_gradients", _gradients)):
+        call_directly(getattr(torch.ops.duotone, f"{_name}{_end}").default, _kernel)
 define_op(f"storing_row_gradients{DIFFERENTIATE}", _gradients, _gradient_shapes, tags=STATEFUL)
 mark_effect("duotone::storing_row_gradients")  # a graph may need none of its outputs
 
