@@ -23,7 +23,7 @@ from duotone.capture import is_capturing
 from duotone.dispatch.casts import PLAIN_TYPES
 from duotone.dispatch.stages import COMPILE_FROM
 from duotone.graph_ops import KERNELS
-from duotone.tensor.context import Slot
+from duotone.tensor.context import OpenSlot, Slot
 
 Body = Callable[..., Any]
 """Takes the open slots, or none if it opens them itself, a list of tensors, which it empties, and other arguments."""
@@ -41,7 +41,8 @@ class Bindings:
     """What runs the calls of one body, by signature. `slots` are the delayed slots of a state that each call opens."""
 
     def __init__(self, body: Body, slots: Sequence[Slot] = ()) -> None:
-        self.body, self.slots = body, slots
+        self.body = body
+        self.open_slots = slots[0].together(slots) if slots else ()
         self.repeats = True
         """Whether the plan and the shapes decide all calls of the body. Else each call runs it."""
         self.codes: dict[Hashable, Callable[..., Any] | None] = {}
@@ -58,12 +59,15 @@ class Bindings:
             not self.repeats or torch._C._len_torch_dispatch_stack()
         ):  # fake tensors and observers see the calls of the body itself
             return self.body((), tensors, *others)
-        opened = self.slots[0].open_together(self.slots) if self.slots else ()
-        count, is_steady = len(tensors), True
+        opened, count, of_call, is_steady = list[OpenSlot](), len(tensors), [choice], True
+        for open_slots in self.open_slots:
+            opened += open_slots()
+        for slot in opened:
+            of_call.append(slot.key)
+            is_steady &= slot.is_steady
+        key = signature(tensors, of_call) if is_steady else None
         for slot in opened:
             tensors += slot.scale, slot.live
-            is_steady &= slot.is_steady
-        key = signature(tensors, choice) if is_steady else None
         code = self.codes.get(key)
         if code is not None:
             with torch._C._AutoDispatchBelowAutograd():  # autograd does nothing here, but would take host time
@@ -95,9 +99,9 @@ class Bindings:
         return False
 
 
-def signature(tensors: Sequence[Any], choice: Hashable) -> Hashable:
-    """What decides the calls of a body besides its plan. None if no code can be bound to it."""
-    device, key = -1, list[Any]((choice,))
+def signature(tensors: Sequence[Any], of_call: Sequence[Hashable]) -> Hashable:
+    """What decides the calls of a body besides its plan: `of_call`, and how tensors lie. None if no code is bound."""
+    device, key = -1, [*of_call]
     for x in tensors:
         if x is None:
             key.append(None)

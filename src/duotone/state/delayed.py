@@ -78,7 +78,6 @@ class DelayedState(nn.Module):
         self._register()
 
     def _register(self) -> None:
-        self._views: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self._new: set[int] | None = None
         self.roll_table: tuple[tuple[object, ...], RollTable | None] | None = None
         self.started: set[int] = set()
@@ -89,7 +88,7 @@ class DelayedState(nn.Module):
         """Whether this is a copy whose original may wait for a roll, and `wait_like_original` has not run."""
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_views": {}, "roll_table": None}
+        return {**self.__dict__, "roll_table": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
@@ -195,15 +194,9 @@ class DelayedState(nn.Module):
 
     def views(self, slot: int, scales: Scales) -> tuple[Tensor, Tensor]:
         """The encode scale of the slot among `scales`, fp32 (1,), and the bits of its live amax, int32 (1,)."""
-        buffers = self._buffers  # past nn.Module's look-up
-        scale, amaxes = buffers["scale"] if scales.rolled is None else self.scales_of(scales), buffers["amax_history"]
-        assert scale is not None and amaxes is not None
-        cached = self._views.get(slot)
-        if cached is None or cached[0] is not scale or cached[1] is not amaxes:
-            with torch.inference_mode(False):  # an inference tensor could not be written in training
-                live = amaxes[0, slot : slot + 1].view(torch.int32)
-            cached = self._views[slot] = scale, amaxes, scale[slot : slot + 1], live
-        return cached[2], cached[3]
+        with torch.inference_mode(False):  # an inference tensor could not be written in training
+            live = self.amax_history[0, slot : slot + 1].view(torch.int32)
+        return self.scales_of(scales)[slot : slot + 1], live
 
     @torch.no_grad()
     def forget_live(self) -> None:

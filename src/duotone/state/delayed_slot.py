@@ -10,6 +10,8 @@ graph that recomputes by itself, because it was compiled with its checkpoint, us
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -116,27 +118,39 @@ class DelayedSlot(Slot):
         return self.holder.scales_of(self.holder.used(recomputes))[self.index : self.index + 1].clone()
 
     def open(self) -> "OpenDelayedSlot":
-        return self.open_together((self,))[0]
+        return DelayedSlots([self]).open()[0]
 
-    def open_together(self, slots: Sequence["DelayedSlot"]) -> "list[OpenDelayedSlot]":
-        for at, slot in enumerate(slots):
-            if slot.mode is not self.mode or slot.state != self.state:
-                return [*self.open_together(slots[:at]), *slot.open_together(slots[at:])]
-        state, mode, running = self.owner or state_of(self.state), self.mode, graph_task_id() != -1
-        if running and mode is AmaxMode.RECORD and not self.backward:
+    def together(self, slots: Sequence["DelayedSlot"]) -> "list[Callable[[], list[OpenDelayedSlot]]]":
+        alike = groupby(slots, lambda slot: (slot.state, slot.mode))
+        return [DelayedSlots([*group]).open for _, group in alike]
+
+
+class DelayedSlots:
+    """Slots of one state and one mode, which a call opens together."""
+
+    def __init__(self, slots: Sequence[DelayedSlot]) -> None:
+        self.slots, self.first = slots, slots[0]
+        self.opened: tuple[tuple[object, ...], list[OpenDelayedSlot]] | None = None
+        """What the newest call opened, by what decides it: where the buffers lie, the mode, and what it records."""
+
+    def open(self) -> "list[OpenDelayedSlot]":
+        """Each slot as one call uses it. The state will roll if the call records."""
+        first, running = self.first, graph_task_id() != -1
+        state, mode, backward = first.owner or state_of(first.state), first.mode, first.backward
+        if running and mode is AmaxMode.RECORD and not backward:
             mode = AmaxMode.RECOMPUTE  # a graph that was compiled for the forward, recomputing
         if mode is AmaxMode.USE and state.is_foreign:  # a scale that clips gives way
             mode = AmaxMode.FIT
         step = state.step
         is_write = mode in WRITES
-        earlier = frames.recomputed() if running and not (self.backward or is_write) else None
+        earlier = frames.recomputed() if running and not (backward or is_write) else None
         if earlier is not None:
-            entries = [earlier.take(slot.key) for slot in slots]
+            entries = [earlier.take(slot.key) for slot in self.slots]
             step.before, step.deferred = entries[0]
             record = step.deferred and mode is AmaxMode.RECOMPUTE and earlier.is_first_run
             _warn_in_flight(record, entries[0][0])
             mode = AmaxMode.RECOMPUTE
-        elif running and self.mode is AmaxMode.RECOMPUTE:
+        elif running and first.mode is AmaxMode.RECOMPUTE:
             raise UserError(
                 "a module under delayed scaling runs inside a backward and no checkpoint recomputes it, so its scale "
                 "is not known; recompute through torch.utils.checkpoint, or call the module outside of the backward"
@@ -145,17 +159,27 @@ class DelayedSlot(Slot):
             record = state.records(mode)
             scales = step.now
             if mode is AmaxMode.RECOMPUTE:
-                forward = frames.of_graph(self.key)
+                forward = frames.of_graph(first.key)
                 scales = state.used(True) if forward is None else forward[0]
-            entries = [(scales, step.deferred)] * len(slots)
-        new = () if mode is AmaxMode.RECOMPUTE else state.new
-        opened, used = [], []
-        for slot, entry in zip(slots, entries, strict=True):
-            used.append((slot.key, entry))
-            opened.append(OpenDelayedSlot(slot, state, entry[0], mode, record, slot.index in new))
-        if not self.backward:
-            frames.remember_for_graph(used)
-        pending().add(self.state, self.group, record, running, self.backward, is_write)
+            entries = [(scales, step.deferred)] * len(self.slots)
+        if not backward:
+            frames.remember_for_graph([(slot.key, entry) for slot, entry in zip(self.slots, entries, strict=True)])
+        pending().add(first.state, first.group, record, running, backward, is_write)
+        return self._opened(state, entries, mode, record)
+
+    def _opened(
+        self, state: DelayedState, entries: Sequence[tuple[Scales, bool]], mode: AmaxMode, record: bool
+    ) -> "list[OpenDelayedSlot]":
+        """The slots for these entries of `frames`. Those of present scales serve later steps too."""
+        new = state.new if mode is not AmaxMode.RECOMPUTE else ()
+        is_steady = not new and entries[0][0] is state.step.now
+        buffers = state._buffers  # past nn.Module's look-up
+        key = buffers["scale"], buffers["amax_history"], mode, record
+        if is_steady and self.opened is not None and all(map(is_, self.opened[0], key)):
+            return self.opened[1]
+        pairs = zip(self.slots, entries, strict=True)
+        opened = [OpenDelayedSlot(slot, state, scales, mode, record, slot.index in new) for slot, (scales, _) in pairs]
+        self.opened = (key, opened) if is_steady else None
         return opened
 
 
@@ -165,9 +189,11 @@ class OpenDelayedSlot(OpenSlot):
     def __init__(
         self, slot: DelayedSlot, state: DelayedState, scales: Scales, mode: AmaxMode, record: bool, is_new: bool
     ) -> None:
-        self.slot, self.state, self.scales, self.mode = slot, state, scales, mode
+        self.slot, self.state, self.mode = slot, state, mode
         self.scale, live = state.views(slot.index, scales)
         self.live = live if record else None
+        real = type(live) is Tensor  # fake tensors have no address
+        self.key = record, live.get_device(), *[x.data_ptr() & 15 if real else 0 for x in (self.scale, live)]
         self.fits = mode in (AmaxMode.FIT, AmaxMode.WRITE) and state.history.first_scale_from_amax
         self.is_new, self.is_steady = is_new, not (is_new or self.fits)
 

@@ -15,6 +15,7 @@ seeds are among the tensors that it saves.
 
 import sys
 import threading
+import weakref
 from collections.abc import Hashable, Sequence
 from types import FrameType
 from typing import Any
@@ -24,7 +25,7 @@ from torch.autograd.function import FunctionCtx
 
 from duotone.errors import UserError
 from duotone.state import torch_private
-from duotone.state.torch_private import is_forward_grad_enabled, top_saved_hooks
+from duotone.state.torch_private import count_nodes, is_forward_grad_enabled, top_saved_hooks
 
 NAME, AROUND, GRAPH = "_duotone_record", "_duotone_around", "_duotone_graph"
 
@@ -34,6 +35,8 @@ class Forward(threading.local):
 
     is_alone = False
     """Whether no other autograd.Function runs it, so that none recomputes it."""
+    graph: tuple[int, weakref.ref[FunctionCtx]] | None = None
+    """The compiled graph that was found last, by `count_nodes`: it runs as long as autograd makes no other node."""
 
 
 FORWARD = Forward()
@@ -169,7 +172,14 @@ Functions = tuple[FunctionCtx | None, list[object]]
 
 def _functions() -> Functions:
     """The autograd.Functions that run their forward: the innermost one if it is a compiled graph, and all others."""
-    return (None, []) if FORWARD.is_alone or is_forward_grad_enabled() else _functions_around(sys._getframe(1))
+    if FORWARD.is_alone or is_forward_grad_enabled():
+        return None, []
+    nodes, known = count_nodes(), FORWARD.graph
+    if known is not None and known[0] == nodes and (ctx := known[1]()) is not None:
+        return ctx, getattr(ctx, AROUND)
+    graph, around = _functions_around(sys._getframe(1))
+    FORWARD.graph = None if graph is None else (nodes, weakref.ref(graph))
+    return graph, around
 
 
 def _functions_around(frame: FrameType | None) -> Functions:

@@ -1,6 +1,6 @@
 """QuantizeContext: the arguments of a quantize besides the tensor. Callers pass it, and no quantizer keeps it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,9 +45,9 @@ class Slot:
         """The slot as one call uses it. The state will roll if the call records."""
         raise NotImplementedError
 
-    def open_together(self, slots: "Sequence[Slot]") -> "Sequence[OpenSlot]":
-        """`open` each of several slots, of which this is the first."""
-        return [slot.open() for slot in slots]
+    def together(self, slots: "Sequence[Slot]") -> "Sequence[Callable[[], Sequence[OpenSlot]]]":
+        """What each call calls to open several slots, of which this is the first. It gives them in their order."""
+        raise NotImplementedError
 
     def scale_for(self, x: Tensor) -> Tensor:
         """The scale to encode `x` with, fp32 (1,). Records the amax of `x`."""
@@ -86,6 +86,9 @@ class OpenSlot(Slot):
 
     is_steady: bool
     """Whether the scale does not follow from the tensor."""
+
+    key: Hashable
+    """What decides how kernels read the scale and write the amax: which of them exist, and where they lie."""
 
 
 class FixedScale(Slot):
