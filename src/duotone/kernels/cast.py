@@ -106,8 +106,8 @@ class Cast:
         - `typed`: codes have the dtype of the element, if torch has it, instead of uint8.
         """
         scales, count = self._amaxes(x, scales, amaxes)
-        row, col = self._enqueue((x, None, *NO_NORM), x.shape, (NOTHING.value, 0), (*scales, live), count)
-        return (_typed(row, self.row), _typed(col, self.col)) if typed else (row, col)
+        inputs, what = (x, None, *NO_NORM), (NOTHING.value, 0)
+        return self._enqueue(inputs, x.shape, what, (*scales, live), count, typed)
 
     def measure(self, x: Tensor, dim: int) -> tuple[Scales, list[bool]]:
         """The amaxes of contiguous x (M, K) for each plane, fp32, and whether shards along `dim` have to agree."""
@@ -172,8 +172,7 @@ class Cast:
             producer.norm.measure()
         scales, count = self._with(scales, TENSOR.value, amax, amax), 0 if amax is None else amax.numel()
         what = producer.what, producer.act
-        row, col = self._enqueue(producer.tensors, producer.shape, what, (*scales, live), count)
-        return (_typed(row, self.row), _typed(col, self.col)) if typed else (row, col)
+        return self._enqueue(producer.tensors, producer.shape, what, (*scales, live), count, typed)
 
     def _fits(self, producer: FusedProducer) -> bool:
         """Whether no tile lies in both halves of a gated gradient."""
@@ -191,6 +190,7 @@ class Cast:
         what: tuple[int, int],
         sources: tuple[Tensor | None, ...],
         count: int,
+        typed: bool,
     ) -> tuple[MaybeParts, MaybeParts]:
         m, k = shape
         launch, programs, of_row, of_col = self._prepared(m, k, sources[2] is not None, what)
@@ -199,7 +199,7 @@ class Cast:
         row = None if of_row is None else of_row.parts(empty)
         col = None if of_col is None else of_col.parts(empty, row["scale"] if row and self.shares_scale else None)
         launch(programs, (*inputs, *_flat((row, col)), *sources, None), (m, k, count), self.floats)
-        return row, col
+        return (_typed(row, self.row), _typed(col, self.col)) if typed else (row, col)
 
     def _prepare(
         self, m: int, k: int, record: bool, what: tuple[int, int], flagged: bool = False

@@ -67,7 +67,7 @@ class Bindings:
             is_steady &= slot.is_steady
         key = signature(tensors, of_call) if is_steady else None
         for slot in opened:
-            tensors += slot.scale, slot.live
+            tensors += slot.tensors
         code = self.codes.get(key)
         if code is not None:
             with torch._C._AutoDispatchBelowAutograd():  # autograd does nothing here, but would take host time

@@ -161,11 +161,12 @@ class DelayedState(nn.Module):
         With `fits` so do slots whose scale does not fit, and their history starts anew. The scales and the history go
         into the buffers if `keep`, else into copies.
         """
-        scale = self.scale if keep else self.scale.clone()
+        scale, indices = self.scale if keep else self.scale.clone(), range(len(self.largest))[slots]
         if keep:
-            self.started.update(range(scale.numel())[slots])
+            self.started.update(indices)
         columns, largest = self.amax_history[:, slots], self.largest[slots]
-        scale[slots] = history.first(columns, scale[slots], amaxes, largest, self.history)
+        if not self.new.isdisjoint(indices):
+            scale[slots] = history.first(columns, scale[slots], amaxes, largest, self.history)
         if fits:
             misfits, scale[slots] = history.fitting(scale[slots], amaxes, largest, self.history)
             if keep:

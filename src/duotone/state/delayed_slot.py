@@ -129,7 +129,7 @@ class DelayedSlots:
     """Slots of one state and one mode, which a call opens together."""
 
     def __init__(self, slots: Sequence[DelayedSlot]) -> None:
-        self.slots, self.first = slots, slots[0]
+        self.slots, self.first, self.indices = slots, slots[0], [slot.index for slot in slots]
         self.opened: tuple[tuple[object, ...], list[OpenDelayedSlot]] | None = None
         """What the newest call opened, by what decides it: where the buffers lie, the mode, and what it records."""
 
@@ -171,10 +171,9 @@ class DelayedSlots:
         self, state: DelayedState, entries: Sequence[tuple[Scales, bool]], mode: AmaxMode, record: bool
     ) -> "list[OpenDelayedSlot]":
         """The slots for these entries of `frames`. Those of present scales serve later steps too."""
-        new = state.new if mode is not AmaxMode.RECOMPUTE else ()
-        is_steady = not new and entries[0][0] is state.step.now
-        buffers = state._buffers  # past nn.Module's look-up
-        key = buffers["scale"], buffers["amax_history"], mode, record
+        new = state.new if mode is not AmaxMode.RECOMPUTE else set[int]()
+        is_steady = entries[0][0] is state.step.now and (not new or new.isdisjoint(self.indices))
+        key = state._buffers["scale"], state._buffers["amax_history"], mode, record  # past nn.Module's look-up
         if is_steady and self.opened is not None and all(map(is_, self.opened[0], key)):
             return self.opened[1]
         pairs = zip(self.slots, entries, strict=True)
@@ -190,12 +189,13 @@ class OpenDelayedSlot(OpenSlot):
         self, slot: DelayedSlot, state: DelayedState, scales: Scales, mode: AmaxMode, record: bool, is_new: bool
     ) -> None:
         self.slot, self.state, self.mode = slot, state, mode
+        self.fits = mode in (AmaxMode.FIT, AmaxMode.WRITE) and state.history.first_scale_from_amax
+        self.is_new, self.is_steady = is_new, not (is_new or (self.fits and mode is AmaxMode.WRITE))
         self.scale, live = state.views(slot.index, scales)
         self.live = live if record else None
+        self.tensors = (state.scale, state.amax_history) if self.fits else (self.scale, self.live)
         real = type(live) is Tensor  # fake tensors have no address
-        self.key = record, live.get_device(), *[x.data_ptr() & 15 if real else 0 for x in (self.scale, live)]
-        self.fits = mode in (AmaxMode.FIT, AmaxMode.WRITE) and state.history.first_scale_from_amax
-        self.is_new, self.is_steady = is_new, not (is_new or self.fits)
+        self.key = record, self.fits, live.get_device(), *[real and x.data_ptr() & 15 for x in (self.scale, live)]
 
     def scale_for(self, x: Tensor) -> Tensor:
         return measured_scale(self, x)
@@ -211,10 +211,9 @@ class OpenDelayedSlot(OpenSlot):
             raise UserError(f"a delayed scale is on {scale.device} and what it scales on {device}; move one of them")
         if self.fits and mode is AmaxMode.WRITE and state.step.is_first and not is_capturing():
             state.forget([first])  # the history is of earlier values, and no step has used it
-        if self.fits or (state.new and mode is not AmaxMode.RECOMPUTE):
-            slots = range(first, first + distance * (count - 1) + 1, distance or 1)
-            if self.fits or not state.new.isdisjoint(slots):
-                scale = self.slot.start(state, slots, amaxes(), mode, self.fits)
+        slots = range(first, first + distance * (count - 1) + 1, distance or 1)
+        if self.fits or not (mode is AmaxMode.RECOMPUTE or state.new.isdisjoint(slots)):
+            scale = self.slot.start(state, slots, amaxes(), mode, self.fits)
         return scale, self.live
 
     def scale_now(self, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function_unary
 
 from duotone.capture import is_capturing
 from duotone.comm import all_reduce
@@ -74,9 +75,10 @@ def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: His
 
 
 def _limits_for(amax: Tensor, largest: list[float], margin: int = 0) -> Tensor:
-    """`limits` beside amaxes. Neither a fake tensor nor the memory of a CUDA graph may be cached."""
-    limits_of = _new_limits if type(amax) is not Tensor or is_capturing() else limits
-    return limits_of(tuple(largest), margin, amax.device)
+    """`limits` beside amaxes. Neither a fake tensor nor the memory of a CUDA graph may be cached, and bound code has
+    constants of its own."""
+    is_fresh = type(amax) is not Tensor or has_torch_function_unary(amax) or is_capturing()
+    return (_new_limits if is_fresh else limits)(tuple(largest), margin, amax.device)
 
 
 def _scale_of(amax: Tensor, scale: Tensor, largest: list[float], parameters: History) -> Tensor:

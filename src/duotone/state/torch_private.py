@@ -135,13 +135,15 @@ def call_directly(op: Any, kernel: Callable[..., object]) -> None:
     dispatched: Callable[..., object] = op._op
 
     def call(x: Tensor, *arguments: Any) -> object:
-        is_seen = len_dispatch_stack() or torch.is_grad_enabled() or is_profiled() or are_transforms_active()
+        is_seen = (
+            torch._C._len_torch_dispatch_stack() or torch.is_grad_enabled() or is_profiled() or are_transforms_active()
+        )
         return (dispatched if is_seen or is_legacy_batched(x) else kernel)(x, *arguments)
 
     op._op = call
 
 
-len_dispatch_stack = torch._C._len_torch_dispatch_stack
+count_modes = torch._C._len_torch_dispatch_stack
 are_transforms_active = torch._C._are_functorch_transforms_active
 is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
 is_profiled = torch._C._autograd._profiler_enabled  # type: ignore[attr-defined]

@@ -78,14 +78,11 @@ class Slot:
 class OpenSlot(Slot):
     """A slot that one call has opened."""
 
-    scale: Tensor
-    """The scale, fp32 (1,), unless it follows from the tensor."""
-
-    live: Tensor | None
-    """The bits of the amax that rises to that of the tensor, int32 (1,). None if nothing is recorded."""
+    tensors: Sequence[Tensor | None]
+    """What an encode reads and writes of the slot, such as its scale and its live amax."""
 
     is_steady: bool
-    """Whether the scale does not follow from the tensor."""
+    """Whether each call reads and writes it in the same way."""
 
     key: Hashable
     """What decides how kernels read the scale and write the amax: which of them exist, and where they lie."""
