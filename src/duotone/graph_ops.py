@@ -63,3 +63,12 @@ as_of_now = torch.ops.duotone.as_of_now
 An autograd.Function saves tensors through it. In eager code autograd sees that saved tensors were written, but not in
 a trace.
 """
+
+
+def _cast_after(x: Tensor, like: Tensor) -> Tensor:
+    return x.to(like.dtype, copy=True)
+
+
+define_op("cast_after(Tensor x, Tensor like) -> Tensor", _cast_after, _cast_after)
+cast_after = torch.ops.duotone.cast_after
+"""A copy of x in the dtype of `like`. A graph computes it after `like`, and fuses it with nothing."""

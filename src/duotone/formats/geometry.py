@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from duotone.graph_ops import define_op
+from duotone.graph_ops import cast_after
 
 
 class Block(NamedTuple):
@@ -54,23 +54,16 @@ TENSOR = Block(0, 0)
 ROW = Block(1, 0)
 
 
-def _crop(x: Tensor, rows: int, cols: int) -> Tensor:
-    return x[:rows, :cols].clone()
-
-
-define_op("crop(Tensor x, SymInt rows, SymInt cols) -> Tensor", _crop, _crop, devices=("CPU",))
-
-
 def crop(x: Tensor, rows: int, cols: int) -> Tensor:
     """The first rows and columns of a matrix, as a view. Everything that cuts padding off calls this.
 
-    Code compiled for a CPU calls an operator that copies instead, and so do programs, which may be compiled later.
+    Code compiled for a CPU calls an op that copies it, and so do programs, which may be compiled later.
     torch's C++ backend splits a loop by the width of the blocks that share a scale. It drops the remainder if the loop
     ends inside of a block (`try_loop_split`).
     """
     tracing = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
     if x.is_cpu and (tracing or isinstance(x, FunctionalTensor)) and (rows, cols) != x.shape:
-        return torch.ops.duotone.crop(x, rows, cols)
+        return cast_after(x, x)[:rows, :cols]
     return x[:rows, :cols]
 
 

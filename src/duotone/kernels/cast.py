@@ -106,8 +106,7 @@ class Cast:
         - `typed`: codes have the dtype of the element, if torch has it, instead of uint8.
         """
         scales, count = self._amaxes(x, scales, amaxes)
-        inputs, what = (x, None, *NO_NORM), (NOTHING.value, 0)
-        return self._enqueue(inputs, x.shape, what, (*scales, live), count, typed)
+        return self._enqueue((x, None, *NO_NORM), x.shape, (NOTHING.value, 0), (*scales, live), count, typed)
 
     def measure(self, x: Tensor, dim: int) -> tuple[Scales, list[bool]]:
         """The amaxes of contiguous x (M, K) for each plane, fp32, and whether shards along `dim` have to agree."""

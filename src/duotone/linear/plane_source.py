@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from duotone.capture import is_capturing
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
-from duotone.graph_ops import define_op
+from duotone.graph_ops import cast_after
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.gathers import ROWWISE
@@ -66,14 +66,7 @@ def in_dtype_of(plane: Plane, dy: Tensor) -> Plane:
     codes = plane.parts["codes"]
     if codes.dtype is dy.dtype:
         return plane
-    return Plane(IDENTITY, {"codes": torch.ops.duotone.cast_after(codes, dy)}, plane.shape)
-
-
-def _cast_after(x: Tensor, like: Tensor) -> Tensor:
-    return x.to(like.dtype, copy=True)
-
-
-define_op("cast_after(Tensor x, Tensor like) -> Tensor", _cast_after, _cast_after)
+    return Plane(IDENTITY, {"codes": cast_after(codes, dy)}, plane.shape)
 
 
 def _dequantized(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:

@@ -21,7 +21,6 @@ from duotone.pipeline.rows import (
     SEPARATOR,
     first_run,
     flat,
-    keeps,
     named,
     parts_of,
     plain_stages,
@@ -57,7 +56,7 @@ def _shapes(
     """The results of `_run`, without values: from the stages that the names stand for, which know no module."""
     call = RowCall.of(text)
     outputs = shapes_of(call, call.whole(x, operands, torch.cat), call.quantized_sizes(symbols))
-    if keeps(call.names):
+    if any(part.keeps for part in parts_of(call.names)):  # what it keeps stays outside of the graph
         return [outputs[0], torch.empty(1, dtype=torch.int64, device="cpu")]
     return outputs
 
@@ -159,21 +158,23 @@ class RowFunction(torch.autograd.Function):
         return None, None, gradients[0] if needs[0] else None, *gradients[1:]
 
 
-def _run_row(x: Tensor, operands: Sequence[Tensor | None], handles: list[Tensor], row: str) -> Tensor:
-    return RowFunction.apply(handles, row, x, *operands)  # type: ignore[no-any-return]
-
-
-# Dynamo takes it as one node, and does not trace the function. AOTAutograd does, and finds the ops of the row.
-define_op("differentiable_row(Tensor x, Tensor?[] operands, Tensor[] handles, str row) -> Tensor", _run_row)
-
-
 def run_plain(x: Tensor, operands: Sequence[Tensor | None], numbers: str, row: str) -> Tensor:
     """The output of a row, by its operations. `numbers`: see `rows.plain_stages`."""
     stages = plain_stages(row, numbers.split(SEPARATOR))
     return PipelineFunction.apply(stages, Backward(stages), x, *operands)
 
 
-define_op("plain_row(Tensor x, Tensor?[] operands, str numbers, str row) -> Tensor", run_plain)
+def _run_row(
+    x: Tensor, operands: Sequence[Tensor | None], handles: list[Tensor], numbers: str | None, row: str
+) -> Tensor:
+    if numbers is not None:
+        return run_plain(x, operands, numbers, row)
+    return RowFunction.apply(handles, row, x, *operands)  # type: ignore[no-any-return]
+
+
+# Dynamo takes it as one node, and does not trace the function. AOTAutograd does, and finds the ops of the row.
+_ROW = "Tensor x, Tensor?[] operands, Tensor[] handles, str? numbers, str row"
+define_op(f"differentiable_row({_ROW}) -> Tensor", _run_row)
 
 
 @constant_in_traces
@@ -224,11 +225,11 @@ def _apply_run(kind: str, run: Stages, ops: Sequence[HasHandle], x: Tensor, oper
     if not kind:
         return _replayed(run, x, operands)
     row, pairs = SEPARATOR.join([stage.row_part for stage in run]), [*zip(ops, run, strict=True)]
-    if kind == "row" and not torch.compiler._is_exporting_flag:
-        handles = [op.handle for op, stage in pairs if stage.has_owner]
-        return (torch.ops.duotone.differentiable_row(x, [*operands], handles, row),)
-    numbers = SEPARATOR.join([op.number if stage.has_owner else "" for op, stage in pairs])
-    if not torch.compiler._is_exporting_flag:
-        return (torch.ops.duotone.plain_row(x, [*operands], numbers, row),)
+    run_row, is_program = torch.ops.duotone.differentiable_row, torch.compiler._is_exporting_flag
+    if kind == "row" and not is_program:
+        return (run_row(x, [*operands], [op.handle for op, stage in pairs if stage.has_owner], None, row),)
+    numbers = SEPARATOR.join([op.number if stage.has_owner else "" for op, stage in pairs])  # guards know modules by it
+    if not is_program:
+        return (run_row(x, [*operands], [], numbers, row),)
     _take_as_it_is()
     return (run_plain(x, [*operands], numbers, row),)

@@ -353,11 +353,6 @@ def shapes_of(call: RowCall, tensors: list[Any], sizes: Sequence[Sequence[int]])
     return outputs
 
 
-def keeps(names: Sequence[str]) -> bool:
-    """Whether what a row keeps for its backward stays outside of the graph."""
-    return any(part.keeps for part in parts_of(names))
-
-
 def _row(names: Sequence[str], stages: Stages, parts: Sequence[Part], rows: Rows) -> Row:
     key = (RULES.version, names, *stages)
     return rows[key] if key in rows else remember(rows, key, Row(stages, parts))

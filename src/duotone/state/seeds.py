@@ -41,11 +41,11 @@ def take(buffer: Tensor, count: int) -> Tensor:
     if no checkpoint runs the recompute.
     """
     if torch.compiler.is_dynamo_compiling():
-        return torch.ops.duotone.take_seed_once(buffer, count)
+        return torch.ops.duotone.take_seed(buffer, count)
     key = ("seed", id(buffer))
     # As one op, since a recompute draws nothing: a selective checkpoint counts the ops of both, each by its name.
     draw = torch.ops.duotone.draw_seed if torch._C._len_torch_dispatch_stack() else _draw_seed
-    seed = _again(key) if in_backward() else draw(buffer, count)
+    seed = _again(key) if in_backward() else draw(buffer, count, False)
     frames.remember(key, seed)
     return seed
 
@@ -53,7 +53,7 @@ def take(buffer: Tensor, count: int) -> Tensor:
 def upcoming(buffer: Tensor, count: int) -> Tensor:
     """The seed that the next `take` of `count` returns. Nothing advances."""
     if torch.compiler.is_dynamo_compiling():  # a write, though of nothing, stays in the forward of the graph
-        return torch.ops.duotone.take_seed_once(buffer, 0)
+        return torch.ops.duotone.take_seed(buffer, 0)
     return _again(("seed", id(buffer)), advances=False) if in_backward() else buffer.clone()
 
 
@@ -68,26 +68,24 @@ def _again(key: Hashable, advances: bool = True) -> Tensor:
     return seed
 
 
-def _draw_seed(buffer: Tensor, count: int) -> Tensor:
-    seed = buffer.clone()
-    buffer.add_(count)
+def _draw_seed(buffer: Tensor, count: int, compiled: bool) -> Tensor:
+    """The seed, which advances. Compiled code has copies of buffers, so a frame keeps all its draws in one order."""
+    recomputes = compiled and in_backward()
+    seed = _again("compiled") if recomputes else buffer.clone()
+    if not recomputes:
+        buffer.add_(count)
+    if compiled:
+        frames.remember("compiled", seed)
     return seed
 
 
-def _take_seed(buffer: Tensor, count: int) -> Tensor:
-    """For compiled code. Its buffers may be copies, so a frame keeps the draws of all its modules in one order."""
-    seed = _again("compiled") if in_backward() else _draw_seed(buffer, count)
-    frames.remember("compiled", seed)
-    return seed
-
-
-def _empty_seed(buffer: Tensor, count: int) -> Tensor:
+def _empty_seed(buffer: Tensor, count: int, compiled: bool) -> Tensor:
     return torch.empty_like(buffer)
 
 
-define_op("draw_seed(Tensor(a!) buffer, int count) -> Tensor", _draw_seed, _empty_seed)
-define_op("take_seed(Tensor(a!) buffer, int count) -> Tensor", _take_seed, _empty_seed)
-define_op("take_seed_once(Tensor(a!) buffer, int count) -> Tensor", once(torch.ops.duotone.take_seed))
+define_op("draw_seed(Tensor(a!) buffer, int count, bool compiled) -> Tensor", _draw_seed, _empty_seed)
+_draw_once = once(torch.ops.duotone.draw_seed)
+define_op("take_seed(Tensor(a!) buffer, int count) -> Tensor", lambda buffer, count: _draw_once(buffer, count, True))
 
 
 def rng_state(model: nn.Module) -> dict[str, Tensor]:
