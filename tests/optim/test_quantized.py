@@ -14,6 +14,7 @@ from duotone.optim import AdamW
 from duotone.recipes import NVFP4BlockScaling
 from duotone.tensor import QuantizeContext, Usage
 from duotone.tensor.context import Slot
+from interrupting import interrupt
 from later import Later
 
 dynamo_testing = Later("torch._dynamo.testing")
@@ -430,3 +431,37 @@ def test_masters_are_rounded_once_when_they_become_quantized_parameters(name, dt
     with torch.no_grad():
         m.weight.copy_(master)
     assert all(same_bits(a, b) for a, b in zip(codes, m.weight.parts, strict=True))
+
+
+WRITING = "_step", "_prepare", "_state_of", "_write", "_update", "write", "write_all", "copy_"
+"""Functions of a step that change something. To interrupt at all lines takes 15 s."""
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("earlier", [0, 2], ids=["first step", "third step"])
+def test_a_step_that_is_interrupted_anywhere_leaves_no_half_written_weight_in_its_master(name, earlier) -> None:
+    """Ctrl-C may leave codes beside old scales. The next step writes them from a master that never took them."""
+
+    def training() -> tuple[nn.Parameter, AdamW]:
+        torch.manual_seed(0)
+        p = nn.Parameter(QUANTIZERS[name].quantize(torch.randn(16, 32)))
+        optimizer = AdamW([p], **RATES | {"lr": 0.5, "weight_decay": 0.0})
+        for _ in range(earlier):
+            p.grad = torch.randn(16, 32)
+            optimizer.step()
+        p.grad = torch.randn(16, 32)
+        return p, optimizer
+
+    p, optimizer = training()
+    before = optimizer.state[p]["master"].clone() if earlier else p.dequantize(torch.float32)
+    lines = interrupt(optimizer.step, 0, WRITING)
+    after, twin = optimizer.state[p]["master"].clone(), p.detach().clone()
+    for at in range(1, lines + 1):
+        p, optimizer = training()
+        interrupt(optimizer.step, at, WRITING)
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        master = optimizer.state[p]["master"]
+        assert torch.all((master == before) | (master == after)), at
+        QUANTIZERS[name].quantize(master, out=twin)
+        assert all(same_bits(part, parts(p)[name]) for name, part in parts(twin).items()), at

@@ -121,24 +121,27 @@ class AdamW(Optimizer):
         for group, parameters in groups:
             for parameter in parameters:
                 check_step(parameter, group)
-        written = [p for group, parameters in groups for p in parameters if is_computed(p, self.state[p], group)]
-        check_apart(written, self._marks)
-        computed: list[tuple[Group, list[Tensor]]] = []
+        computed = [(group, [p for p in ps if is_computed(p, self.state[p], group)]) for group, ps in groups]
+        check_apart([p for _, ps in computed for p in ps], self._marks)
         for group, parameters in groups:
-            computed.append((group, [p for p in parameters if is_computed(p, self.state[p], group)]))
             self._update_plain(group, [p for p in parameters if not is_computed(p, self.state[p], group)])
-            for p in computed[-1][1]:
+        for group, parameters in computed:
+            for p in parameters:
                 self._prepare(group, p)
-        encoded: list[tuple[Tensor, Tensor]] = []
+        try:
+            self._write(computed)
+        finally:  # masters follow other code by now, and must not follow what Ctrl-C leaves half written
+            self._marks.update((p, Mark.of(p)) for _, ps in computed for p in ps)  # pieces of a weight share a version
+        return loss
+
+    def _write(self, computed: list[tuple[Group, list[Tensor]]]) -> None:
+        """Update masters, and write the parameters from them."""
+        encoded: list[tuple[QuantizedTensor, Tensor]] = []
         for group, parameters in computed:
             for p, of in zip(parameters, numbers_of(group, [self.state[p]["step"] for p in parameters]), strict=True):
-                master = self._update(p, of)
-                encoded += [(shard_of(p), master)] if master is not None else []
-        write_all(
-            [(shard, master) for shard, master in encoded if isinstance(shard, QuantizedTensor)], by_training=True
-        )
-        self._marks.update((p, Mark.of(p)) for _, ps in computed for p in ps)  # pieces of a weight share a version
-        return loss
+                master, shard = self._update(p, of), shard_of(p)
+                encoded += [(shard, master)] if master is not None and isinstance(shard, QuantizedTensor) else []
+        write_all(encoded, by_training=True)
 
     def _init_group(self) -> bool:
         """Whether a graph may hold the step. If so, the state of all groups exists.
@@ -246,9 +249,9 @@ class AdamW(Optimizer):
     def _state_of(self, group: Group, parameter: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Saved:
         state, device = self.state[parameter], parameter.device if group["capturable"] else torch.device("cpu")
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             zeros = partial(torch.zeros_like, like, dtype=dtype, memory_format=torch.preserve_format)
-            state.update({name: zeros() for name in MOMENTS})
+            moments, step = {name: zeros() for name in MOMENTS}, torch.zeros((), dtype=torch.float32, device=device)
+            state.update(moments, step=step)  # all or none, should Ctrl-C come
         if state["step"].device != device:
             state["step"] = state["step"].to(device)
         return state

@@ -101,8 +101,8 @@ class Mark(NamedTuple):
 def adopt_writes(parameter: Tensor, master: Tensor, mark: Mark) -> None:
     """Let the master follow what other code wrote into the parameter since the mark.
 
-    An element whose rounded master is what the parameter holds keeps its master, whoever wrote. So weights that are
-    swapped out and back lose nothing. Each other element of the master takes the value of the parameter.
+    An element whose master, rounded or clipped, is what the parameter holds keeps its master, whoever wrote. So weights
+    that are swapped out and back lose nothing. Each other element of the master takes the value of the parameter.
 
     - A parameter that was converted to another format, and not written, keeps its master.
     - A master that rounds at random cannot be rounded again. It takes all values if a new version shows a write.
