@@ -312,6 +312,24 @@ def test_an_exported_program_may_be_compiled() -> None:
     assert torch.equal(torch.compile(program)(x), model(x))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("tracked", [False, True], ids=["no_grad", "grad"])
+def test_an_exported_program_evaluates_under_delayed_scaling(strict: bool, tracked: bool) -> None:
+    """It records no amax in the training of its model, and its scales fit weights that were written since."""
+    model, x = nn.Sequential(duotone.Linear(64, 32, recipe="fp8-delayed")), torch.randn(16, 64)
+    for _ in range(3):
+        model(x).sum().backward()
+    with torch.set_grad_enabled(tracked):
+        program = torch.export.export(model.eval(), (x,), strict=strict).module()
+    state = model[0].duotone_forward
+    before = state.amax_history.clone()
+    program(8 * x)
+    assert torch.equal(state.amax_history, before)
+    with torch.no_grad():
+        model[0].weight.mul_(4)
+        assert torch.equal(program(x), model(x))
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8-delayed"])
 def test_an_exported_program_takes_batches_of_sequences(recipe: str) -> None:
     model = duotone.convert(nn.Sequential(nn.Linear(32, 32), nn.ReLU()), recipe, ()).eval()

@@ -67,8 +67,8 @@ def in_backward() -> bool:
 
 
 def mode_now() -> AmaxMode:
-    """The mode of forward code that runs now."""
-    if torch.is_grad_enabled():
+    """The mode of forward code that runs now. A program of torch.export evaluates, also where gradients are enabled."""
+    if torch.is_grad_enabled() and not torch.compiler._is_exporting_flag:
         return AmaxMode.RECORD if graph_task_id() == -1 else AmaxMode.RECOMPUTE
     # Inference mode and the forward of an autograd.Function alone switch off gradients of forward mode too.
     if is_forward_grad_enabled() or torch.is_inference_mode_enabled():
@@ -300,7 +300,7 @@ STACK.shapes_only = (AutocastRegion(HighPrecision(), "", None),)
 
 def traced_mode() -> AmaxMode:
     """The mode of forward code that a trace sees now. Its graph knows by itself when it recomputes."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not torch.compiler._is_exporting_flag:
         return AmaxMode.RECORD
     return AmaxMode.DEFER if STACK.defers else AmaxMode.USE
 
