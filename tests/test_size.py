@@ -11,7 +11,7 @@ import duotone
 
 ROOT = Path(duotone.__file__).parents[1]
 NEIGHBOURS = {"compat", "serving", "integrations"}
-MOST = {"library": 17_514, "neighbours": 2_922, "tools": 3_799}
+MOST = {"library": 17_513, "neighbours": 2_922, "tools": 3_799}
 
 
 def code_lines(source: str) -> int:

@@ -131,7 +131,7 @@ class DelayedSlots:
     def __init__(self, slots: Sequence[DelayedSlot]) -> None:
         self.slots, self.first, self.indices = slots, slots[0], [slot.index for slot in slots]
         self.opened: tuple[tuple[object, ...], list[OpenDelayedSlot]] | None = None
-        """What the newest call opened, by what decides it: where the buffers lie, the mode, and what it records."""
+        """What the newest call opened, by what decides it: buffers, the history rule, the mode, the recording."""
 
     def open(self) -> "list[OpenDelayedSlot]":
         """Each slot as one call uses it. The state will roll if the call records."""
@@ -173,7 +173,8 @@ class DelayedSlots:
         """The slots for these entries of `frames`. Those of present scales serve later steps too."""
         new = state.new if mode is not AmaxMode.RECOMPUTE else set[int]()
         is_steady = entries[0][0] is state.step.now and (not new or new.isdisjoint(self.indices))
-        key = state._buffers["scale"], state._buffers["amax_history"], mode, record  # past nn.Module's look-up
+        buffers = state._buffers  # past nn.Module's look-up
+        key = buffers["scale"], buffers["amax_history"], state.history, mode, record
         if is_steady and self.opened is not None and all(map(is_, self.opened[0], key)):
             return self.opened[1]
         pairs = zip(self.slots, entries, strict=True)

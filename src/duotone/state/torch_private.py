@@ -135,9 +135,7 @@ def call_directly(op: Any, kernel: Callable[..., object]) -> None:
     dispatched: Callable[..., object] = op._op
 
     def call(x: Tensor, *arguments: Any) -> object:
-        is_seen = (
-            torch._C._len_torch_dispatch_stack() or torch.is_grad_enabled() or is_profiled() or are_transforms_active()
-        )
+        is_seen = count_modes() or torch.is_grad_enabled() or is_profiled() or are_transforms_active()
         return (dispatched if is_seen or is_legacy_batched(x) else kernel)(x, *arguments)
 
     op._op = call
