@@ -154,3 +154,22 @@ def test_a_hook_never_keeps_the_forward_of_another_class(monkeypatch) -> None:
     ):
         test(hooked, "mxfp8", {})
     test_the_other_call_takes_back_what_was_interrupted(hooked, "mxfp8", {})
+
+
+def test_weights_in_delayed_formats_stay_finite_if_their_interrupted_conversion_is_repeated() -> None:
+    """A state that Ctrl-C left without its limits gave the scale 0, so that the weight decoded to NaN."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        m = nn.Sequential(nn.Linear(32, 32)).bfloat16()
+        duotone.convert(m, "mxfp8", ())
+        return duotone.convert_parameters(m, "mxfp8")
+
+    where, m = ("state_of", "states_for", "prepare"), model()
+    lines = interrupt_at(lambda: duotone.convert_parameters(m, "fp8-delayed"), 0, where)
+    expected = m[0].weight.dequantize()
+    for at in range(1, lines + 1):
+        m = model()
+        interrupt_at(lambda m=m: duotone.convert_parameters(m, "fp8-delayed"), at, where)
+        duotone.convert_parameters(m, "fp8-delayed")
+        assert torch.equal(m[0].weight.dequantize(), expected), at

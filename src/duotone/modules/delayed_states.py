@@ -249,13 +249,14 @@ def _clips(state: DelayedState, slot: int, weight: QuantizedTensor, values: Tens
 def weight_context(module: PlannedModule, plan: LinearPlan, member: int = 0) -> QuantizeContext:
     """The context that encodes a weight for storage, and records nothing. Codes are uint8.
 
-    The scale is that of the module's state if it does not clip the weight, else it follows from the weight.
+    The scale is that of the module's state if it does not clip the weight, else it follows from the weight. A state of
+    another plan, or one that Ctrl-C left without its limits, does not count.
     """
-    state = module._modules.get(FORWARD_STATE)
-    if not isinstance(state, DelayedState):
+    state, limits = module._modules.get(FORWARD_STATE), largest_of(plan, module.num_gemms)
+    if not isinstance(state, DelayedState) or state.largest != limits:
         device = weights_of(module)[member].device
         state = DelayedState(FORWARD_SLOTS * module.num_gemms, agreed_history(plan.quantizers), device)
-        state.largest = largest_of(plan, module.num_gemms)
+        state.largest = limits
     return replace(with_slots(plan, (state.number, ""), "", AmaxMode.USE, member).weight.context, typed=False)
 
 
